@@ -1,0 +1,84 @@
+"""Where the buffers of a Hopper `scan` lie in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from qla.codegen.ops import Op
+from qla.codegen.program import Program, Vector
+from qla.codegen.schedule import Ring
+from qla.errors import ScheduleError
+
+_ALIGN = 1024  # of a tile, for the 128-byte swizzle
+
+
+@dataclass
+class Layout:
+    """Byte offsets into shared memory, by tile or ring name."""
+
+    offsets: dict[str, int] = field(default_factory=dict)
+    stride: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    workspace_bytes: dict[str, int] = field(default_factory=dict)
+    barriers: dict[str, int] = field(default_factory=dict)
+    output: int = 0
+    output_barriers: int = 0
+    tail_barrier: int = 0
+    total: int = 0
+
+
+def record_layout(record: dict[str, Vector], half_bytes: int = 2) -> tuple[dict[str, int], int]:
+    """Byte offset of each vector of the record, and the record's size (a multiple of 16, as bulk copies need).
+
+    `half_bytes` is the size of a 16-bit number; 4 where q, k, v are float32.
+    """
+    offsets, at = {}, 0
+    for vector in record.values():
+        offsets[vector.name] = at
+        at += -(-vector.length * (half_bytes if vector.kind == "half" else 4) // 16) * 16
+    return offsets, at
+
+
+def shared_layout(program: Program, rings: Sequence[Ring], streams: int, chunk: int, limit: int) -> Layout:
+    """Lay out tiles, the output buffer, the record and the barriers; raise where they exceed the limit."""
+    layout, at = Layout(), 0
+    _, record_bytes = record_layout(program.record)
+    for ring in rings:
+        first = at
+        layout.workspace_bytes[ring.name] = record_bytes if "rows" in ring.tiles else 0
+        for tile in (program.tiles[t] for t in ring.tiles if t != "rows"):
+            size = tile.rows * tile.cols * 2
+            layout.offsets[tile.name] = at
+            at += size * (streams if tile.by == "columns" else 1)
+            layout.workspace_bytes[ring.name] += size if tile.workspace else 0
+        layout.stride[ring.name] = at - first
+        layout.bytes[ring.name] = at - first + (record_bytes if "rows" in ring.tiles else 0)
+        at = first + (at - first) * ring.depth
+    layout.output = at
+    at += streams * chunk * 128
+    for ring in rings:
+        if "rows" in ring.tiles:
+            layout.offsets["rows"] = at
+            at += record_bytes * ring.depth
+    for ring in rings:
+        layout.barriers[ring.name] = at
+        at += 16 * ring.depth
+    layout.output_barriers, at = at, at + 16 * streams
+    layout.tail_barrier, at = at, at + 8
+    layout.total = at
+    if at > limit:
+        depths = ", ".join(f"{' '.join(r.tiles)}: {r.depth}" for r in rings)
+        raise ScheduleError(f"{at} bytes of shared memory exceed the target's {limit} (rings {depths}; {streams} streams)")
+    return layout
+
+
+def prepare_shared_bytes(op: Op, chunk: int, dk: int, element: int) -> int:
+    """Bytes of what the threads of a `prepare` workgroup share (`struct Shared` of its template)."""
+    matrix = chunk * (chunk + 4) * 4
+    tiles = 2 * chunk * dk * element
+    if op.gate == "channel":
+        total = tiles + (chunk + 32 + chunk - 16) * dk * 4 + matrix * op.delta + 3 * chunk * 4
+    else:
+        total = max(tiles, 2 * matrix) + matrix * op.delta + 5 * chunk * 4
+    return -(-total // _ALIGN) * _ALIGN

@@ -1,0 +1,168 @@
+"""`render(spec)`: from a spec to self-contained source text. Pure: no torch, GPU, clock or environment."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+
+from qla.codegen.abi import prepare_abi, scan_abi
+from qla.codegen.layout import Layout, prepare_shared_bytes, record_layout, shared_layout
+from qla.codegen.program import Program
+from qla.codegen.schedule import build_chain
+from qla.codegen.spec import KernelSpec, Limits, Source
+from qla.errors import ScheduleError, TemplateError
+from qla.targets import TARGETS, Schedule, Target
+
+_PTX = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
+_TITLES = {
+    "prepare": "per chunk: gate sums, Gram products, triangular inverse",
+    "scan": "the chain over chunks",
+}
+
+
+@lru_cache(maxsize=1)
+def environment() -> jinja2.Environment:
+    """Templates from the installed package only; an undefined name is an error."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("qla.templates", ""),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=False,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+@lru_cache(maxsize=512)
+def render(spec: KernelSpec) -> Source:
+    """Render one kernel.
+
+    Raises
+    ------
+    TemplateError
+        A template uses an undefined name, an unknown verb or an undeclared tile.
+    ScheduleError
+        The schedule's order cannot work, or its buffers exceed the target's shared memory.
+    """
+    target = TARGETS[spec.target]
+    context = _context(spec, target)
+    try:
+        return (_render_scan if spec.stage == "scan" else _render_prepare)(spec, target, context)
+    except jinja2.TemplateError as error:
+        where = f"{getattr(error, 'name', None) or spec.stage}:{getattr(error, 'lineno', '?')}"
+        raise TemplateError(f"{spec.name} for {spec.target}: {where}: {error}") from error
+
+
+def schedule_of(spec: KernelSpec) -> Schedule:
+    """The schedule a spec names, or its target's default."""
+    schedules = TARGETS[spec.target].schedules
+    for schedule in schedules:
+        if schedule.name == (spec.schedule or schedules[0].name):
+            return schedule
+    known = ", ".join(s.name for s in schedules)
+    raise ScheduleError(f"{spec.target} has no schedule `{spec.schedule}`; it has {known}")
+
+
+def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
+    """What every template sees: the op's features, dims and the target's facts; never the op's or vendor's name."""
+    op = spec.features
+    return {
+        "delta": op.delta,
+        "gate": op.gate,
+        "saves": spec.saves,
+        "loads": spec.loads,
+        "dtype": spec.dtype,
+        "ptx": _PTX[spec.dtype],
+        "C": target.chunk[op.gate],
+        "K": spec.dk,
+        "V": spec.dv,
+        "facts": target.facts,
+        "spec": spec,
+        "entry": spec.name,
+        "title": _TITLES[spec.stage],
+        "build": target.build,
+    }
+
+
+def _declare(kernel: str, program: Program, context: dict[str, Any]) -> None:
+    """Run a kernel template for what it declares."""
+    recorders = {name: getattr(program, name) for name in ("tile", "vector", "register", "step")}
+    environment().get_template(f"kernels/{kernel}.j2").render(**context, **recorders)
+
+
+def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> Source:
+    schedule = schedule_of(spec)
+    program, columns = Program(), target.columns(spec.dv)
+    element = 4 if spec.dtype == "fp32" else 2
+    _declare("scan", program, {**context, "columns": columns})
+    chain = build_chain(program, schedule, target.asynchronous)
+    offsets, record_bytes = record_layout(program.record, element)
+    streams = min(schedule.streams, spec.dv // columns)
+    chunk = target.chunk[spec.features.gate]
+    layout = Layout()
+    if target.asynchronous:
+        layout = shared_layout(program, chain.rings, streams, chunk, target.shared_limit)
+    abi = scan_abi(spec, program, target.asynchronous)
+    threads = target.scan_threads(streams)
+    rows = sorted({chunk, chunk // 2, spec.dk} & {16, 32, 64, 128})
+    text = environment().get_template(f"tile/{target.vocabulary}_scan.j2").render(
+        **context,
+        abi=abi,
+        program=program,
+        tiles_=program.tiles,
+        tensor_tiles={
+            r.name: [program.tiles[t] for t in r.tiles if t != "rows" and not program.tiles[t].workspace]
+            for r in chain.rings
+        },
+        record=program.record,
+        record_offsets=offsets,
+        record_bytes=record_bytes,
+        verbs={s.verb for step in program.steps.values() for s in step.statements},
+        chain=chain,
+        layout=layout,
+        streams=streams,
+        columns=columns,
+        threads=threads,
+        unroll=schedule.unroll,
+        wgmma_rows=rows,
+    )
+    workspace = tuple(
+        (t.source, t.rows * t.cols * element) for t in program.tiles.values() if t.workspace
+    )
+    workspace += (("rows", record_bytes),) if program.record else ()
+    limits = Limits(threads, layout.total, columns * streams, chunk)
+    return Source(spec, spec.name, target.language, _tidy(text), abi, limits, workspace)
+
+
+def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -> Source:
+    # What `prepare` writes is what `scan` declares: the same program tells both.
+    program = Program()
+    _declare("scan", program, {**context, "columns": target.columns(spec.dv)})
+    element = 4 if spec.dtype == "fp32" else 2
+    offsets, record_bytes = record_layout(program.record, element)
+    buffers = tuple((t.source, t.rows * t.cols * element) for t in program.tiles.values() if t.workspace)
+    buffers += (("rows", record_bytes),) if program.record else ()
+    abi = prepare_abi(spec, buffers)
+    shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, element)
+    text = environment().get_template("kernels/prepare.j2").render(
+        **context,
+        abi=abi,
+        vocabulary=f"tile/{target.vocabulary}.j2",
+        record=program.record,
+        record_offsets=offsets,
+        record_bytes=record_bytes,
+        threads=target.threads,
+        shared_bytes=shared_bytes,
+    )
+    limits = Limits(target.threads, shared_bytes if target.language == "cuda" else 0, 0, context["C"])
+    return Source(spec, spec.name, target.language, _tidy(text), abi, limits, buffers)
+
+
+def _tidy(text: str) -> str:
+    """No trailing blanks, no runs of empty lines: the text is read by people."""
+    lines: list[str] = []
+    for line in (raw.rstrip() for raw in text.splitlines()):
+        if line or (lines and lines[-1]):
+            lines.append(line)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,99 @@
+"""Drivers: what loads a binary and launches it, one small class per kind of device.
+
+Nothing here imports a vendor's package before the first kernel of that vendor is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from qla.codegen.spec import Source
+from qla.errors import UnsupportedError
+from qla.runtime.arguments import ArgumentBlock
+
+__all__ = ["Driver", "device_target", "driver_for", "tileable"]
+
+
+class Driver(Protocol):
+    """What a launch plan needs of a device. One instance serves one device."""
+
+    def load(self, binary: bytes, source: Source) -> Any:
+        """Load a compiled kernel; the returned handle keeps it loaded."""
+
+    def launch(self, kernel: Any, blocks: int, arguments: ArgumentBlock, stream: int) -> None:
+        """Launch `blocks` workgroups. The argument block may be reused as soon as this returns."""
+
+    def stream(self) -> int:
+        """Raw handle of torch's current stream on this device."""
+
+    def capturing(self) -> bool:
+        """Whether that stream is being captured into a graph."""
+
+    def tensor_map(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, chunk: int
+    ) -> Callable[[int], bytes]:
+        """Encoder of tensor maps for one layout: base address to the 128 bytes of the map."""
+
+
+def tileable(tensor: torch.Tensor) -> bool:
+    """Whether bulk tile loads can address `[B, T, H, D]` as it lies: contiguous and 16-byte aligned rows.
+
+    A broadcast dimension (stride 0 over more than one element) is left to the strided loads: a tensor map has no
+    legal stride for it.
+    """
+    size = tensor.element_size()
+    if tensor.data_ptr() % 16 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+        return False
+    steps = (
+        stride * size for extent, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if extent > 1
+    )
+    return all(step and step % 16 == 0 and step < 1 << 40 for step in steps)
+
+
+@cache
+def _target(kind: str, index: int) -> str:
+    if kind == "cpu":
+        return "host"
+    if kind != "cuda":
+        raise UnsupportedError("device", kind, "cpu, or cuda (NVIDIA sm_90, AMD gfx942 and gfx950)")
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        from qla.targets import TARGETS
+
+        # ROCm appends features, as in gfx950:sramecc+:xnack-.
+        arch = str(properties.gcnArchName).split(":")[0]
+        supported = [name for name, target in TARGETS.items() if target.language == "hip"]
+        if arch not in supported:
+            raise UnsupportedError("device", f"{properties.name} ({arch})", ", ".join(supported))
+        return arch
+    if (properties.major, properties.minor) != (9, 0):
+        got = f"{properties.name} (sm_{properties.major}{properties.minor})"
+        raise UnsupportedError("device", got, "sm_90 (H100, H200)", "Tensors on the CPU run the host target.")
+    return "sm_90a"
+
+
+def device_target(device: torch.device) -> str:
+    """Name of the target whose kernels run on a torch device."""
+    index = -1
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+    return _target(device.type, index)
+
+
+@cache
+def driver_for(target: str, index: int) -> Driver:
+    """The driver of a target on the torch device of that index (-1 for the CPU)."""
+    if target == "host":
+        from qla.runtime.drivers.host import HostDriver
+
+        return HostDriver()
+    if target.startswith("gfx"):
+        from qla.runtime.drivers.hip import HipDriver
+
+        return HipDriver(index)
+    from qla.runtime.drivers.cuda import CudaDriver
+
+    return CudaDriver(index)

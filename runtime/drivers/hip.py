@@ -1,0 +1,113 @@
+"""HIP: code objects loaded and launched through hip-python.
+
+hip-python imports without ROCm and fails with a RuntimeError at the first call, so that is where absence is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from qla.codegen.spec import Source
+from qla.errors import LaunchError
+from qla.runtime.arguments import ArgumentBlock
+
+_MAX_WORK_ITEMS = 1 << 32
+
+
+@dataclass(frozen=True)
+class HipKernel:
+    """A loaded kernel. The module's handle is kept so that the code object stays loaded."""
+
+    name: str
+    function: Any
+    module: Any
+    threads: int
+
+
+class HipDriver:
+    """Driver of one AMD device.
+
+    Parameters
+    ----------
+    index : torch's index of the device.
+    """
+
+    def __init__(self, index: int) -> None:
+        try:
+            from hip import hip
+        except ImportError as error:
+            raise LaunchError(
+                f"hip-python, which launches the HIP kernels, cannot be imported ({error}); pip install 'qla[rocm]'"
+            ) from error
+        self.index = index
+        self._api: Any = hip
+        self._launch: Callable[..., Any] = hip.hipModuleLaunchKernel
+        self._success: Any = hip.hipError_t.hipSuccess
+        self._checked = False
+
+    def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            status, *results = function(*arguments)
+        except RuntimeError as error:
+            raise LaunchError(f"{what}: the HIP runtime library cannot be used: {error}") from error
+        if status != self._success:
+            raise LaunchError(f"{what} on device {self.index}: {getattr(status, 'name', status)}")
+        return results[0] if results else None
+
+    def load(self, binary: bytes, source: Source) -> HipKernel:
+        """Load a code object on the current device."""
+        what = f"cannot load {source.entry}"
+        module = self._call(what, self._api.hipModuleLoadData, binary)
+        if not self._checked:
+            check_one_runtime(mapped_runtimes())
+            self._checked = True
+        function = self._call(what, self._api.hipModuleGetFunction, module, source.entry.encode())
+        return HipKernel(source.entry, function, module, source.limits.threads)
+
+    def launch(self, kernel: HipKernel, blocks: int, arguments: ArgumentBlock, stream: int) -> None:
+        """Launch on a raw stream. LDS is static, so no dynamic shared memory is asked for."""
+        if blocks * kernel.threads >= _MAX_WORK_ITEMS:
+            raise LaunchError(f"{kernel.name}: {blocks} blocks of {kernel.threads} threads are 2^32 work items or more")
+        # An integer address for `extra`: a tuple of ctypes values costs 40 us more.
+        self._call(
+            f"cannot launch {kernel.name}",
+            self._launch,
+            *(kernel.function, blocks, 1, 1, kernel.threads, 1, 1, 0, stream, None, arguments.extra),
+        )
+
+    def stream(self) -> int:
+        """Raw handle of torch's current stream on this device."""
+        return torch._C._cuda_getCurrentRawStream(self.index)
+
+    def capturing(self) -> bool:
+        """Whether that stream is being captured into a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def tensor_map(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, chunk: int
+    ) -> Callable[[int], bytes]:
+        """AMD devices have no tensor maps."""
+        raise LaunchError("a HIP kernel asks for a tensor map, which AMD devices do not have")
+
+
+def mapped_runtimes(maps: str = "/proc/self/maps") -> list[str]:
+    """Paths of the HIP runtime libraries mapped into this process."""
+    try:
+        lines = Path(maps).read_text().splitlines()
+    except OSError:
+        return []
+    names = (line.split(maxsplit=5)[5] for line in lines if "libamdhip64" in line)
+    return list(dict.fromkeys(names))
+
+
+def check_one_runtime(paths: Sequence[str]) -> None:
+    """Refuse two copies of the HIP runtime: streams and addresses of one mean nothing to the other."""
+    if len(paths) > 1:
+        raise LaunchError(
+            f"two HIP runtimes are loaded: {', '.join(paths)}. hip-python must use the one of torch: "
+            f"point ROCM_PATH and LD_LIBRARY_PATH at it"
+        )

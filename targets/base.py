@@ -1,0 +1,75 @@
+"""The shape of a target's data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """In which order the named steps of a `scan` run, and how deep its tiles are buffered.
+
+    Parameters
+    ----------
+    name : what `KernelSpec.schedule` calls it.
+    order : step names in issue order. A leading ``>`` runs the step one chunk ahead (for chunk n + 1 while the
+        others work on chunk n); ``QS:1/2`` issues the first of two halves of the step's products along their inner
+        dimension. Steps an op does not have are passed over.
+    rings : tiles that travel together ("K V rows"), each with the number of buffers of its ring.
+    streams : column blocks (of the target's width) that one workgroup owns.
+    unroll : chunks per pass of the main loop.
+    """
+
+    name: str
+    order: tuple[str, ...]
+    rings: Mapping[str, int] = field(default_factory=dict)
+    streams: int = 1
+    unroll: int = 1
+
+
+@dataclass(frozen=True)
+class Target:
+    """Facts about a target and the schedules tuned for it.
+
+    Parameters
+    ----------
+    name : what `KernelSpec.target` and the CLI call it.
+    language : of the rendered source.
+    vocabulary : file stem under ``templates/tile`` that implements the verbs.
+    dtypes : of q, k, v, o.
+    wave : lanes that run in lockstep (1 on host).
+    shared_limit : bytes of shared memory (LDS) that one workgroup may use; 0 where there is no such limit.
+    asynchronous : products run on beside the statements after them and must be awaited.
+    threads : of one workgroup of `prepare`.
+    block_columns : value columns of one column block; 0 for all of them.
+    build : the command that builds a rendered source.
+    chunk : tokens of a chunk, by gate kind.
+    schedules : for `scan`, the default first.
+    flags : handed to the compiler; part of the kernel id.
+    facts : instruction shapes and other numbers that the vocabulary reads.
+    """
+
+    name: str
+    language: Literal["cuda", "hip", "c++"]
+    vocabulary: str
+    dtypes: tuple[str, ...]
+    wave: int
+    shared_limit: int
+    asynchronous: bool
+    threads: int
+    block_columns: int
+    chunk: Mapping[str, int]
+    schedules: tuple[Schedule, ...]
+    flags: tuple[str, ...]
+    build: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def columns(self, dv: int) -> int:
+        """Value columns of one column block of head dim `dv`."""
+        return self.block_columns or dv
+
+    def scan_threads(self, streams: int) -> int:
+        """Threads of a `scan` workgroup with so many column blocks."""
+        return int(self.facts["scan_threads"][streams])

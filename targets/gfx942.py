@@ -1,0 +1,3 @@
+"""placeholder while being written"""
+from qla.targets.base import Schedule, Target
+TARGET = Target(name="gfx942", language="c++" if "gfx942"=="host" else "hip", vocabulary="host" if "gfx942"=="host" else "cdna", dtypes=("bf16","fp16","fp32") if "gfx942"=="host" else ("bf16","fp16"), wave=1 if "gfx942"=="host" else 64, shared_limit=0 if "gfx942"=="host" else 65536, asynchronous=False, threads=1 if "gfx942"=="host" else 256, block_columns=0 if "gfx942"=="host" else 32, chunk={"none":64,"head":64,"channel":64}, schedules=(Schedule("serial", order=("save", "Sr", "U", "QS", "V", "rows", "W", "V2", "decay", "Vr", "O", "S", "out", "store"), rings={"K Kt Q V A P rows":1}),), flags=(), build="", facts={"scan_threads":{1:1}})

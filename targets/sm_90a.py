@@ -1,0 +1,44 @@
+"""H100 and H200 (compute capability 9.0, with the `a` that wgmma and setmaxnreg need)."""
+
+from qla.targets.base import Schedule, Target
+
+# Tiles that are needed at the same time travel together: one barrier, one wait.
+_RINGS = {"K Kt V rows": 3, "Q": 3, "A": 3, "P": 3}
+
+TARGET = Target(
+    name="sm_90a",
+    language="cuda",
+    vocabulary="sm_90a",
+    dtypes=("bf16", "fp16"),
+    wave=32,
+    shared_limit=232448,
+    asynchronous=True,
+    threads=128,
+    block_columns=64,
+    chunk={"none": 64, "head": 64, "channel": 64},
+    schedules=(
+        # The state update and O of chunk n run while the values of chunk n + 1 are prepared. Row factors are fetched
+        # before the state update: a shared-memory load issued while it runs waits some 250 cycles.
+        Schedule(
+            name="skewed",
+            order=(
+                "Vr", "S", "O", ">save", ">Sr", ">U", "out", "store", ">QS:1/2", ">V", ">decay:1/2",
+                ">W", ">V2", ">QS:2/2", ">rows", ">decay:2/2",
+            ),
+            rings=_RINGS,
+            unroll=3,
+        ),
+        Schedule(
+            name="serial",
+            order=("save", "Sr", "U", "QS", "V", "rows", "W", "V2", "decay", "Vr", "O", "S", "out", "store",
+                   "await"),
+            rings=_RINGS,
+            unroll=3,
+        ),
+    ),
+    flags=("-std=c++17", "-default-device"),
+    build="nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -o kernel.cubin kernel.cu",
+    # One column block: chain warpgroup, load warp, store warp. Two: a whole third warpgroup, so that setmaxnreg can
+    # hand its registers over.
+    facts={"scan_threads": {1: 192, 2: 384}},
+)

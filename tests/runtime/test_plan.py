@@ -1,0 +1,448 @@
+"""Launch plans, seen through a driver that records what it is asked to launch."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from qla.codegen.spec import Field, KernelSpec, Limits, Source
+from qla.errors import CaptureError, LaunchError, UnsupportedError
+from qla.runtime import plan
+from qla.runtime.arguments import MAPS, POINTERS, ArgumentBlock, Packer
+from qla.runtime.problem import Problem, Result
+
+WORKSPACE = (("a", 8192), ("rows", 1280))
+STRIDES = [f"{t}_stride_{x}" for t in ("q", "k", "v", "o", "g") for x in "bthd"]
+STATES = [f"{t}_stride_{x}" for t in ("initial", "final") for x in "nhkv"]
+INTS = [
+    *("batch", "tokens", "sequences", "heads", "value_heads", "has_cu_seqlens", "cu_is_int64", "g_type", "beta_type"),
+    *("A_log_type", "dt_bias_type", "flags", "slots"),
+]
+
+
+def render(spec: KernelSpec) -> Source:
+    """A source that asks for everything there is."""
+    maps = MAPS if spec.target == "sm_90a" and spec.loads == "tile" else ()
+    workspace = WORKSPACE if spec.stage == "prepare" else WORKSPACE[1:]
+    abi = (
+        *(Field(n, "tensormap") for n in maps),
+        *(Field(n, "ptr") for n in POINTERS),
+        *(Field(f"ws_{n}", "ptr") for n, _ in workspace),
+        *(Field(n, "i64") for n in (*STRIDES, *(f"beta_stride_{x}" for x in "bth"), *STATES)),
+        *(Field(n, "i32") for n in INTS),
+        *(Field(n, "f32") for n in ("scale", "lower_bound")),
+    )
+    limits = Limits(threads=128, shared_bytes=1024, value_columns=64 if spec.stage == "scan" else 0, chunk=64)
+    return Source(spec, spec.name, "cuda", "", abi, limits, workspace)
+
+
+@dataclass
+class Recorder:
+    """A driver that decodes every argument block it is given."""
+
+    loaded: list[KernelSpec] = field(default_factory=list)
+    launches: list[tuple[str, int, int, dict[str, Any]]] = field(default_factory=list)
+    encoded: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]] = field(default_factory=list)
+    captures: bool = False
+    during: Callable[[], None] | None = None
+
+    def load(self, binary: bytes, source: Source) -> Any:
+        assert binary == source.entry.encode()
+        self.loaded.append(source.spec)
+        names = [n for n, _ in WORKSPACE]
+        return source, Packer(source.abi, (*POINTERS, *MAPS, *(f"ws_{n}" for n in names)))
+
+    def launch(self, kernel: Any, blocks: int, arguments: ArgumentBlock, stream: int) -> None:
+        source, packer = kernel
+        if self.during is not None:
+            self.during()
+        self.launches.append((source.spec.stage, blocks, stream, packer.unpack(arguments.view)))
+
+    def stream(self) -> int:
+        return 77
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def tensor_map(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, chunk: int
+    ) -> Callable[[int], bytes]:
+        self.encoded.append((tuple(shape), tuple(strides), dtype, chunk))
+        return lambda address: address.to_bytes(8, "little") + bytes(120)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    driver = Recorder()
+    monkeypatch.setattr(plan, "render_source", render)
+    monkeypatch.setattr(plan, "fetch_binary", lambda source: source.entry.encode())
+    monkeypatch.setattr(plan, "driver_for", lambda target, index: driver)
+    monkeypatch.setattr(plan, "device_target", lambda device: "sm_90a")
+    monkeypatch.setattr(plan, "_layouts", {})
+    monkeypatch.setattr(plan, "_plans", {})
+    return driver
+
+
+def problem(B: int = 2, T: int = 70, H: int = 2, HV: int = 4, K: int = 128, V: int = 128, **changes: Any) -> Problem:
+    """A gated delta rule call with values that tell tensors apart."""
+    base = Problem(
+        op="gated_delta_rule",
+        q=torch.ones(B, T, H, K, dtype=torch.bfloat16),
+        k=torch.ones(B, T, H, K, dtype=torch.bfloat16),
+        v=torch.ones(B, T, HV, V, dtype=torch.bfloat16),
+        g=torch.zeros(B, T, HV),
+        beta=torch.ones(B, T, HV, dtype=torch.bfloat16),
+        scale=0.5,
+        initial_state=None,
+        output_final_state=False,
+        state_v_first=False,
+        qk_l2norm=False,
+        beta_sigmoid=False,
+        beta_double=False,
+        gate_in_kernel=False,
+        A_log=None,
+        dt_bias=None,
+        lower_bound=None,
+        cu_seqlens=None,
+        cu_seqlens_cpu=None,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def launched(recorder: Recorder, call: Problem) -> tuple[Result, dict[str, Any], dict[str, Any]]:
+    """Run a call; its result and the decoded arguments of its two launches."""
+    recorder.launches.clear()
+    result = plan.run(call)
+    (first, _, stream, a), (second, _, _, b) = recorder.launches
+    assert (first, second, stream) == ("prepare", "scan", 77)
+    return result, a, b
+
+
+def blocks(recorder: Recorder) -> list[int]:
+    return [launch[1] for launch in recorder.launches]
+
+
+def test_dense_call(recorder: Recorder) -> None:
+    call = problem(output_final_state=True, initial_state=torch.ones(2, 4, 128, 128))
+    result, a, b = launched(recorder, call)
+    # 2 rows of 2 chunks, 2 q/k heads; 2 sequences of 4 value heads with two column blocks each.
+    assert blocks(recorder) == [2 * 2 * 2, 2 * 4 * 2]
+    assert result.o.shape == call.v.shape
+    assert result.o.is_contiguous()
+    assert result.o.dtype == torch.bfloat16
+    assert result.final_state is not None
+    assert result.final_state.shape == (2, 4, 128, 128)
+    assert (result.states, result.A, result.w, result.u) == (None, None, None, None)
+    for arguments in (a, b):
+        for name in ("q", "k", "v", "g", "beta", "initial_state"):
+            assert arguments[name] == getattr(call, name).data_ptr()
+        assert arguments["o"] == result.o.data_ptr()
+        assert arguments["final_state"] == result.final_state.data_ptr()
+        for name in ("A_log", "dt_bias", "cu_seqlens", "states", "A_out", "w_out", "u_out"):
+            assert arguments[name] == 0
+        assert (arguments["sequences"], arguments["slots"], arguments["scale"]) == (2, 4, 0.5)
+        for name in "qkvo":
+            assert int.from_bytes(arguments[f"{name}_map"][:8], "little") == arguments[name]
+
+
+def test_workspace_buffers_are_aligned_apart_and_shared_by_the_stages(recorder: Recorder) -> None:
+    _, a, b = launched(recorder, problem())
+    assert a["ws_rows"] == b["ws_rows"]
+    assert a["ws_a"] % 1024 == 0
+    assert a["ws_rows"] % 1024 == 0
+    assert a["ws_rows"] - a["ws_a"] == 4 * 4 * 8192  # slots, value heads
+
+
+def test_varlen_slots_and_blocks(recorder: Recorder) -> None:
+    cu = torch.tensor([0, 1, 64, 64, 150], dtype=torch.int32)
+    _, a, b = launched(recorder, problem(B=1, T=200, cu_seqlens=cu))
+    slots = 200 // 64 + 4
+    assert blocks(recorder) == [slots * 2, 4 * 4 * 2]
+    assert (a["slots"], a["sequences"], a["has_cu_seqlens"], a["batch"]) == (slots, 4, 1, 1)
+    assert b["cu_seqlens"] == cu.data_ptr()
+    # The kernels place sequence n at slot cu[n] // 64 + n: no two sequences may overlap, none may run over.
+    ends = [int(cu[n]) // 64 + n + -(-int(cu[n + 1] - cu[n]) // 64) for n in range(4)]
+    assert all(end <= int(cu[n + 1]) // 64 + n + 1 for n, end in enumerate(ends))
+    assert ends[-1] <= slots
+
+
+def test_channel_gates_prepare_per_value_head(recorder: Recorder) -> None:
+    launched(recorder, problem(op="kda", g=torch.zeros(2, 70, 4, 128)))
+    assert blocks(recorder) == [2 * 2 * 4, 2 * 4 * 2]
+
+
+def test_state_layout(recorder: Recorder) -> None:
+    call = problem(V=64, output_final_state=True, state_v_first=True, initial_state=torch.ones(2, 4, 64, 128))
+    result, _, b = launched(recorder, call)
+    assert result.final_state is not None
+    assert result.final_state.shape == (2, 4, 64, 128)
+    assert (b["final_stride_k"], b["final_stride_v"]) == (1, 128)
+
+
+def test_saves(recorder: Recorder) -> None:
+    result, a, b = launched(recorder, problem(saves=True))
+    assert result.states is not None
+    assert result.states.shape == (2, 3, 4, 128, 128)
+    assert result.states.dtype == torch.float32
+    assert b["states"] == result.states.data_ptr()
+    for name, tensor, last in (("A_out", result.A, 64), ("w_out", result.w, 128), ("u_out", result.u, 128)):
+        assert tensor is not None
+        assert tensor.shape == (2, 70, 4, last)
+        assert tensor.dtype == torch.bfloat16
+        assert a[name] == tensor.data_ptr()
+    assert all(spec.saves for spec in recorder.loaded)
+    result, _, _ = launched(recorder, problem(op="gla", g=torch.zeros(2, 70, 4, 128), beta=None, saves=True))
+    assert result.states is not None
+    assert result.A is None
+
+
+def test_repeated_calls_pass_the_new_addresses_and_load_once(recorder: Recorder) -> None:
+    first, second = problem(), problem()
+    launched(recorder, first)
+    result, a, _ = launched(recorder, second)
+    assert a["q"] == second.q.data_ptr() != first.q.data_ptr()
+    assert a["o"] == result.o.data_ptr()
+    launched(recorder, problem(T=33))
+    assert [spec.stage for spec in recorder.loaded] == ["prepare", "scan"]
+    assert len(plan._layouts) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scale": 2.0},
+        {"lower_bound": 0.0},
+        {"qk_l2norm": True},
+        {"beta_sigmoid": True},
+        {"beta_double": True},
+        {"gate_in_kernel": True},
+        {"output_final_state": True},
+        {"state_v_first": True},
+        {"saves": True},
+        {"g": torch.zeros(2, 70, 4, dtype=torch.bfloat16)},
+        {"g": torch.zeros(2, 4, 70).transpose(1, 2)},
+        {"beta": torch.zeros(2, 70, 4)},
+        {"beta": torch.zeros(2, 70, 8, dtype=torch.bfloat16)[..., ::2]},
+        {"A_log": torch.zeros(4)},
+        {"dt_bias": torch.zeros(4, dtype=torch.float16)},
+        {"initial_state": torch.zeros(2, 4, 128, 128)},
+        {"initial_state": torch.zeros(2, 4, 128, 256)[..., ::2]},
+        {"q": torch.zeros(2, 2, 70, 128, dtype=torch.bfloat16).transpose(1, 2)},
+        {"k": torch.zeros(2, 2, 70, 128, dtype=torch.bfloat16).transpose(1, 2)},
+        {"v": torch.zeros(2, 4, 70, 128, dtype=torch.bfloat16).transpose(1, 2)},
+        {"v": torch.zeros(2, 70, 8, 128, dtype=torch.bfloat16)},
+        {"v": torch.zeros(2, 70, 4, 64, dtype=torch.bfloat16)},
+    ],
+    ids=str,
+)
+def test_a_layout_is_never_reused_for_a_call_that_differs(recorder: Recorder, changes: dict[str, Any]) -> None:
+    """After a plain call, any change must give the same arguments as without that call."""
+    call = problem(**changes)
+    _, fresh, fresh_scan = launched(recorder, call)
+    plan._layouts.clear()
+    launched(recorder, problem())
+    _, warm, warm_scan = launched(recorder, call)
+    new = ("o", "final_state", "states", "A_out", "w_out", "u_out", "ws_a", "ws_rows", "o_map")
+    for a, b in ((fresh, warm), (fresh_scan, warm_scan)):
+        assert {n: x for n, x in a.items() if n not in new} == {n: x for n, x in b.items() if n not in new}
+    assert len(plan._layouts) == 2
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_rows_that_tile_loads_cannot_address_take_the_strided_kernels(recorder: Recorder, name: str) -> None:
+    tensor = getattr(problem(), name)
+    odd = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    plan.run(problem())
+    plan.run(problem(**{name: odd}))
+    assert [spec.loads for spec in recorder.loaded] == ["tile", "tile", "strided", "strided"]
+    assert len(recorder.encoded) == 4
+
+
+def test_the_host_has_one_kernel_for_all_strides(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "device_target", lambda device: "host")
+    q = torch.zeros(2, 70, 2, 256, dtype=torch.bfloat16)[..., ::2]
+    _, a, _ = launched(recorder, problem(q=q))
+    assert a["q_stride_d"] == 2
+    assert {spec.loads for spec in recorder.loaded} == {"tile"}
+
+
+def test_tensor_maps_describe_the_tensors(recorder: Recorder) -> None:
+    call = problem()
+    plan.run(call)
+    shapes = [tuple(t.shape) for t in (call.q, call.k, call.v, call.v)]
+    assert [e[0] for e in recorder.encoded] == shapes
+    assert recorder.encoded[3][1] == call.v.stride()
+    assert {e[2:] for e in recorder.encoded} == {(torch.bfloat16, 64)}
+
+
+def test_small_tensors_that_are_not_contiguous(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    cu = torch.tensor([0, 9, 30, 9, 70, 9], dtype=torch.int64)[::2]
+    A_log = torch.arange(8.0)[::2]
+    seen: list[list[int]] = []
+    real_launch = recorder.launch
+
+    def launch(kernel: Any, blocks: int, arguments: ArgumentBlock, stream: int) -> None:
+        address = kernel[1].unpack(arguments.view)["cu_seqlens"]
+        seen.append(list((ctypes.c_int64 * 3).from_address(address)))
+        real_launch(kernel, blocks, arguments, stream)
+
+    monkeypatch.setattr(recorder, "launch", launch)
+    _, a, b = launched(recorder, problem(B=1, cu_seqlens=cu, A_log=A_log, dt_bias=A_log))
+    assert seen == [[0, 30, 70]] * 2
+    assert a["A_log"] not in (0, A_log.data_ptr())
+    assert a["cu_seqlens"] == b["cu_seqlens"]
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("v_first", [True, False])
+def test_no_tokens(recorder: Recorder, with_state: bool, v_first: bool) -> None:
+    shape = (2, 4, 64, 128) if v_first else (2, 4, 128, 64)
+    initial = torch.randn(shape) if with_state else None
+    call = problem(T=0, V=64, initial_state=initial, state_v_first=v_first, output_final_state=True, saves=True)
+    result = plan.run(call)
+    assert recorder.launches == []
+    assert result.o.shape == (2, 0, 4, 64)
+    assert result.final_state is not None
+    assert torch.equal(result.final_state, torch.zeros(shape) if initial is None else initial)
+    assert initial is None or result.final_state.data_ptr() != initial.data_ptr()
+    assert result.states is not None
+    assert result.states.shape == (2, 1, 4, 128, 64)
+    if initial is not None:
+        assert torch.equal(result.states[:, 0], initial.transpose(-1, -2) if v_first else initial)
+    assert result.w is not None
+    assert result.w.shape == (2, 0, 4, 128)
+
+
+def test_no_sequences(recorder: Recorder) -> None:
+    result = plan.run(problem(B=1, cu_seqlens=torch.zeros(1, dtype=torch.int64), output_final_state=True))
+    assert recorder.launches == []
+    assert result.final_state is not None
+    assert result.final_state.shape == (0, 4, 128, 128)
+    assert torch.equal(result.o, torch.zeros_like(result.o))
+
+
+def test_no_tokens_in_any_sequence(recorder: Recorder) -> None:
+    initial = torch.randn(3, 4, 128, 128)
+    cu = torch.zeros(4, dtype=torch.int32)
+    result = plan.run(problem(B=1, T=0, cu_seqlens=cu, initial_state=initial, output_final_state=True))
+    assert result.final_state is not None
+    assert torch.equal(result.final_state, initial)
+
+
+def test_inputs_are_not_written(recorder: Recorder) -> None:
+    call = problem(initial_state=torch.randn(2, 4, 128, 128), output_final_state=True)
+    before = [t.clone() for t in (call.q, call.k, call.v, call.g, call.beta, call.initial_state) if t is not None]
+    plan.run(call)
+    after = (call.q, call.k, call.v, call.g, call.beta, call.initial_state)
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True) if y is not None)
+
+
+def test_nothing_is_loaded_inside_a_capture(recorder: Recorder) -> None:
+    recorder.captures = True
+    with pytest.raises(CaptureError, match="run this call once before capturing"):
+        plan.run(problem())
+    recorder.captures = False
+    plan.run(problem())
+    recorder.captures = True
+    plan.run(problem())
+    plan.run(problem(T=300))  # other shapes need no other kernel
+    assert len(recorder.launches) == 6
+
+
+def test_a_failed_build_is_tried_again(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Source) -> bytes:
+        raise LaunchError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "fetch_binary", refuse)
+        with pytest.raises(LaunchError):
+            plan.run(problem())
+    plan.run(problem())
+    assert len(recorder.launches) == 2
+
+
+def test_a_failed_launch_leaves_the_plan_usable(recorder: Recorder) -> None:
+    def fail() -> None:
+        raise LaunchError("no")
+
+    recorder.during = fail
+    with pytest.raises(LaunchError):
+        plan.run(problem())
+    recorder.during = None
+    launched(recorder, problem())
+
+
+def test_unsupported_dtype(recorder: Recorder) -> None:
+    with pytest.raises(UnsupportedError, match="float64"):
+        plan.run(problem(q=torch.zeros(2, 70, 2, 128, dtype=torch.float64)))
+
+
+def test_stages_must_agree(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_chunk(spec: KernelSpec) -> Source:
+        source = render(spec)
+        chunk = 32 if spec.stage == "scan" else 64
+        return dataclasses.replace(source, limits=dataclasses.replace(source.limits, chunk=chunk))
+
+    def other_size(spec: KernelSpec) -> Source:
+        source = render(spec)
+        return source if spec.stage == "prepare" else dataclasses.replace(source, workspace=(("rows", 4),))
+
+    for broken, words in ((other_chunk, "chunks of 64 tokens"), (other_size, "workspace")):
+        monkeypatch.setattr(plan, "render_source", broken)
+        with pytest.raises(LaunchError, match=words):
+            plan.run(problem())
+
+
+def test_layouts_are_bounded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_LAYOUTS_KEPT", 3)
+    for tokens in range(1, 9):
+        plan.run(problem(T=tokens))
+    assert len(plan._layouts) == 3
+
+
+def test_threads_do_not_share_argument_blocks(recorder: Recorder) -> None:
+    """Every thread stops inside its launch, while others pack theirs; each must see its own addresses."""
+    count, rounds = 8, 25
+    gate = threading.Barrier(count)
+    problems = [problem() for _ in range(count)]
+    mine = threading.local()
+    wrong: list[Any] = []
+
+    def launch(kernel: Any, blocks: int, arguments: ArgumentBlock, stream: int) -> None:
+        gate.wait(timeout=30)
+        if kernel[1].unpack(arguments.view)["q"] != mine.address:
+            wrong.append(mine.address)
+        gate.wait(timeout=30)
+
+    def work(call: Problem) -> None:
+        mine.address = call.q.data_ptr()
+        for _ in range(rounds):
+            plan.run(call)
+
+    plan.run(problems[0])
+    for layout in plan._layouts.values():
+        assert isinstance(layout, plan.Layout)
+        layout.launch = launch
+    threads = [threading.Thread(target=work, args=(call,)) for call in problems]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_threads_build_a_plan_once(recorder: Recorder) -> None:
+    threads = [threading.Thread(target=plan.run, args=(problem(),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(recorder.loaded) == 2
+    assert len(recorder.launches) == 16
