@@ -1,4 +1,4 @@
-"""Where the buffers of a Hopper `scan` lie in shared memory."""
+"""Where the buffers of a `scan` lie in shared memory, and what a `prepare` needs of it."""
 
 from __future__ import annotations
 
@@ -73,12 +73,35 @@ def shared_layout(program: Program, rings: Sequence[Ring], streams: int, chunk: 
     return layout
 
 
-def prepare_shared_bytes(op: Op, chunk: int, dk: int, element: int) -> int:
-    """Bytes of what the threads of a `prepare` workgroup share (`struct Shared` of its template)."""
+def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int) -> Layout:
+    """Lay out tiles and the record one after the other, each once; raise where they exceed the limit.
+
+    Rows of a tile are followed by `pad` unused numbers. A column block's own tiles do not pass through shared memory.
+    """
+    layout = Layout()
+    for ring in rings:
+        if ring.depth != 1:
+            raise ScheduleError(f"ring {' '.join(ring.tiles)} has {ring.depth} buffers; this target has one of each tile")
+    for tile in program.tiles.values():
+        if tile.by != "columns":
+            layout.offsets[tile.name] = layout.total
+            layout.total += -(-tile.rows * (tile.cols + pad) * 2 // 16) * 16
+    layout.offsets["rows"] = layout.total
+    layout.total += record_layout(program.record)[1]
+    if layout.total > limit:
+        raise ScheduleError(f"{layout.total} bytes of shared memory exceed the target's {limit}")
+    return layout
+
+
+def prepare_shared_bytes(op: Op, chunk: int, dk: int, element: int, pad: int = 0) -> int:
+    """Bytes of what the threads of a `prepare` workgroup share (`struct Shared` of its template).
+
+    Rows of a tile are followed by `pad` unused numbers.
+    """
     matrix = chunk * (chunk + 4) * 4
-    tiles = 2 * chunk * dk * element
+    tiles = 2 * chunk * (dk + pad) * element
     if op.gate == "channel":
-        total = tiles + (chunk + 32 + chunk - 16) * dk * 4 + matrix * op.delta + 3 * chunk * 4
+        total = tiles + chunk * (dk + 8) * 4 + matrix * (1 + op.delta) + 3 * chunk * 4
     else:
-        total = max(tiles, 2 * matrix) + matrix * op.delta + 5 * chunk * 4
+        total = max(tiles, 2 * matrix) + matrix + 5 * chunk * 4
     return -(-total // _ALIGN) * _ALIGN

@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from qla.codegen.abi import prepare_abi, scan_abi
-from qla.codegen.layout import Layout, prepare_shared_bytes, record_layout, shared_layout
+from qla.codegen.layout import Layout, prepare_shared_bytes, record_layout, shared_layout, static_layout
 from qla.codegen.program import Program
 from qla.codegen.schedule import build_chain
 from qla.codegen.spec import KernelSpec, Limits, Source
@@ -103,6 +103,8 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
     layout = Layout()
     if target.asynchronous:
         layout = shared_layout(program, chain.rings, streams, chunk, target.shared_limit)
+    elif target.shared_limit:
+        layout = static_layout(program, chain.rings, target.facts.get("tile_pad", 0), target.shared_limit)
     abi = scan_abi(spec, program, target.asynchronous)
     threads = target.scan_threads(streams)
     rows = sorted({chunk, chunk // 2, spec.dk} & {16, 32, 64, 128})
@@ -144,7 +146,9 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
     buffers = tuple((t.source, t.rows * t.cols * element) for t in program.tiles.values() if t.workspace)
     buffers += (("rows", record_bytes),) if program.record else ()
     abi = prepare_abi(spec, buffers)
-    shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, element)
+    shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, element, target.facts.get("tile_pad", 0))
+    if 0 < target.shared_limit < shared_bytes:
+        raise ScheduleError(f"{shared_bytes} bytes of shared memory exceed the target's {target.shared_limit}")
     text = environment().get_template("kernels/prepare.j2").render(
         **context,
         abi=abi,
@@ -155,7 +159,7 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
         threads=target.threads,
         shared_bytes=shared_bytes,
     )
-    limits = Limits(target.threads, shared_bytes if target.language == "cuda" else 0, 0, context["C"])
+    limits = Limits(target.threads, shared_bytes if target.shared_limit else 0, 0, context["C"])
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, buffers)
 
 

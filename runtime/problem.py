@@ -45,7 +45,7 @@ class Result:
 
     o `[B, T, HV, V]` in the dtype of v; final_state float32 as `Problem`; states `[B, ceil(T/64) + 1, HV, K, V]`
     float32, the state at each chunk's start and at the end; A `[B, T, HV, 64]`, w `[B, T, HV, K]`, u `[B, T, HV, V]`
-    (delta ops, dtype of v), rows of (I + L)^-1 diag(b), of A K and of A V.
+    (delta ops, dtype of v): rows of (I + L)^-1, of A K and of A V, with A = (I + L)^-1 diag(b).
     """
 
     o: torch.Tensor

@@ -44,7 +44,7 @@ class Target:
     asynchronous : products run on beside the statements after them and must be awaited.
     threads : of one workgroup of `prepare`.
     block_columns : value columns of one column block; 0 for all of them.
-    build : the command that builds a rendered source.
+    build : shell commands, one a line, each of which builds a rendered source whose file is called ``{name}``.
     chunk : tokens of a chunk, by gate kind.
     schedules : for `scan`, the default first.
     flags : handed to the compiler; part of the kernel id.

@@ -1,3 +1,38 @@
-"""placeholder while being written"""
+"""MI350X and MI355X (CDNA 4)."""
+
 from qla.targets.base import Schedule, Target
-TARGET = Target(name="gfx950", language="c++" if "gfx950"=="host" else "hip", vocabulary="host" if "gfx950"=="host" else "cdna", dtypes=("bf16","fp16","fp32") if "gfx950"=="host" else ("bf16","fp16"), wave=1 if "gfx950"=="host" else 64, shared_limit=0 if "gfx950"=="host" else 65536, asynchronous=False, threads=1 if "gfx950"=="host" else 256, block_columns=0 if "gfx950"=="host" else 32, chunk={"none":64,"head":64,"channel":64}, schedules=(Schedule("serial", order=("save", "Sr", "U", "QS", "V", "rows", "W", "V2", "decay", "Vr", "O", "S", "out", "store"), rings={"K Kt Q V A P rows":1}),), flags=(), build="", facts={"scan_threads":{1:1}})
+
+TARGET = Target(
+    name="gfx950",
+    language="hip",
+    vocabulary="cdna",
+    dtypes=("bf16", "fp16"),
+    wave=64,
+    shared_limit=163840,
+    asynchronous=False,
+    threads=256,
+    block_columns=32,
+    chunk={"none": 64, "head": 64, "channel": 64},
+    schedules=(
+        # All value columns of a head in one workgroup, which lands each tile once.
+        Schedule(
+            name="serial",
+            order=("save", "Sr", "U", "QS", "V", "rows", "W", "V2", "decay", "Vr", "O", "S", "out", "store"),
+            rings={"K Kt Q V A P rows": 1},
+            streams=4,
+        ),
+    ),
+    flags=("-std=c++17",),
+    build="hipcc --genco --offload-arch=gfx950 -O3 -std=c++17 -o {name}.co {name}.hip\n"
+    "python -m ziglang clang -x hip --cuda-device-only -nogpulib -nogpuinc --offload-arch=gfx950 "
+    "-mcode-object-version=5 -O3 -std=c++17 -S -emit-llvm -o {name}.ll {name}.hip && "
+    "python -m ziglang clang --target=amdgcn-amd-amdhsa -mcpu=gfx950 -nogpulib -O3 -Xclang -disable-llvm-passes "
+    "-c -x ir -o {name}.o {name}.ll && python -m ziglang ld.lld -shared -o {name}.co {name}.o",
+    facts={
+        "scan_threads": {1: 64, 2: 128, 4: 256},
+        "tile_pad": 4,  # numbers after each row of a tile in LDS
+        "mfma_k": 16,  # of the 32x32 matrix product
+        "bf16_conversion": True,
+        "transposing_reads": True,
+    },
+)

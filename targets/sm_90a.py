@@ -37,7 +37,7 @@ TARGET = Target(
         ),
     ),
     flags=("-std=c++17", "-default-device"),
-    build="nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -o kernel.cubin kernel.cu",
+    build="nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -o {name}.cubin {name}.cu",
     # One column block: chain warpgroup, load warp, store warp. Two: a whole third warpgroup, so that setmaxnreg can
     # hand its registers over.
     facts={"scan_threads": {1: 192, 2: 384}},

@@ -1,0 +1,531 @@
+"""Schedules: what is refused, and that the text which is emitted for the others keeps every promise.
+
+The second part does not trust the scheduler. It reads the emitted text back and runs it on a small model of a Hopper
+warpgroup: products are groups of work that retire in order, a ring's buffers land and are released, a register holds a
+symbolic value. Where the text is right, no rule is broken and what is stored is the math of the design; where any one
+`land`, `release` or `await` is taken out of it, the model must notice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from qla.codegen.layout import shared_layout
+from qla.codegen.ops import OPS
+from qla.codegen.program import Program
+from qla.codegen.render import environment, render
+from qla.codegen.schedule import Chain, build_chain
+from qla.codegen.spec import KernelSpec
+from qla.errors import ScheduleError
+from qla.targets import TARGETS, Schedule
+
+HOPPER = TARGETS["sm_90a"]
+SKEWED, SERIAL = HOPPER.schedules
+CHUNKS = range(1, 9)
+
+
+def declare(op: str, saves: bool = False, dk: int = 128) -> Program:
+    """What the scan template declares for an op."""
+    program, features = Program(), OPS[op]
+    environment().get_template("kernels/scan.j2").render(
+        delta=features.delta, gate=features.gate, saves=saves, loads="tile", C=64, K=dk, V=64, columns=64,
+        tile=program.tile, vector=program.vector, register=program.register, step=program.step,
+    )  # fmt: skip
+    return program
+
+
+def chain_of(op: str, order: Sequence[str], **changes: Any) -> Chain:
+    return build_chain(declare(op), replace(SKEWED, name="trial", order=tuple(order), **changes), asynchronous=True)
+
+
+def without(order: Sequence[str], *names: str) -> list[str]:
+    return [entry for entry in order if entry not in names]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_steps_that_an_op_lacks_are_passed_over() -> None:
+    text = "\n".join(build_chain(declare("gla"), SKEWED, True).steady)
+    assert "V2" not in text
+    assert "product<0, 2>(O" in text
+
+
+@pytest.mark.parametrize("step", ["Vr", "S", "O", ">U", "out", "store", ">V", ">W", ">V2", ">rows"])
+def test_a_missing_step_is_refused(step: str) -> None:
+    name = step.removeprefix(">")
+    with pytest.raises(ScheduleError, match=f"trial: step `{name}` runs 0 of 1 parts"):
+        chain_of("gated_delta_rule", without(SKEWED.order, step))
+
+
+def test_a_misspelled_step_is_reported_as_the_missing_one() -> None:
+    with pytest.raises(ScheduleError, match="step `U` runs 0 of 1"):
+        chain_of("gated_delta_rule", [entry.replace(">U", ">u") for entry in SKEWED.order])
+
+
+def test_a_missing_part_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="step `QS` runs 1 of 2 parts"):
+        chain_of("gated_delta_rule", without(SKEWED.order, ">QS:2/2"))
+
+
+@pytest.mark.parametrize("step", ["Vr", "store"])
+def test_a_step_that_runs_twice_is_refused(step: str) -> None:
+    with pytest.raises(ScheduleError, match=f"trial: parts of `{step}` are out of order"):
+        chain_of("gated_delta_rule", [*SKEWED.order, step])
+
+
+def test_parts_out_of_order_are_refused() -> None:
+    swapped = {">QS:1/2": ">QS:2/2", ">QS:2/2": ">QS:1/2"}
+    with pytest.raises(ScheduleError, match="parts of `QS` are out of order"):
+        chain_of("gated_delta_rule", [swapped.get(entry, entry) for entry in SKEWED.order])
+
+
+def test_parts_of_different_sizes_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="`QS`"):
+        chain_of("gated_delta_rule", [">QS:2/3" if entry == ">QS:2/2" else entry for entry in SKEWED.order])
+
+
+@pytest.mark.parametrize("step", [">U", ">V", ">W", "S", "out"])
+def test_a_step_whose_verbs_have_no_parts_is_refused(step: str) -> None:
+    order = [part for e in SKEWED.order for part in ((f"{e}:1/2", f"{e}:2/2") if e == step else (e,))]
+    with pytest.raises(ScheduleError, match=f"step `{step.removeprefix('>')}`.*parts"):
+        chain_of("gated_delta_rule", order)
+
+
+@pytest.mark.parametrize("entry", [">>U", "U:1", "U 1/2", "U:x/2", ""])
+def test_an_entry_that_cannot_be_read_is_refused(entry: str) -> None:
+    with pytest.raises(ScheduleError, match="cannot read `.*`; write `step`"):
+        chain_of("gated_delta_rule", [*SKEWED.order, entry])
+
+
+@pytest.mark.parametrize(
+    ("op", "step", "before", "what"),
+    [
+        ("gated_delta_rule", "V2", "Vr", "V2"),
+        ("gated_delta_rule", "U", "W", "U"),
+        ("gated_delta_rule", "QS", "O", "O"),
+        ("gated_delta_rule", "out", "store", "Or"),
+        ("delta_rule", "V", "W", "W"),
+        ("kda", "Vr", "S", "Vr"),
+        ("gla", "Sr", "QS", "Sr"),
+    ],
+)
+def test_a_value_read_before_it_is_written_is_refused(op: str, step: str, before: str, what: str) -> None:
+    order = without(SERIAL.order, before)
+    order.insert(order.index(step), before)
+    with pytest.raises(ScheduleError, match=f"step `{before}` .*`{what}`"):
+        chain_of(op, order)
+
+
+@pytest.mark.parametrize(
+    ("op", "order"),
+    [
+        # The state is updated before it decays, or before the chunk has used it.
+        ("gated_delta_rule", ["U", "QS", "V", "rows", "W", "V2", "Vr", "O", "S", "decay", "out", "store", "await"]),
+        ("kda", ["decay", "U", "QS", "V", "W", "V2", "Vr", "O", "S", "out", "store", "await"]),
+        # The next chunk's values replace this one's while they are still needed.
+        ("gated_delta_rule", [">rows", *without(SKEWED.order, ">rows")]),
+        ("delta_rule", [">U", *without(SKEWED.order, ">U")]),
+        ("gla", [*without(SKEWED.order, "out", "store"), "out", "store"]),
+    ],
+)
+def test_an_order_that_changes_the_math_is_refused(op: str, order: list[str]) -> None:
+    with pytest.raises(ScheduleError, match="trial: step `.*` must run"):
+        chain_of(op, order)
+
+
+def test_a_tile_without_a_ring_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="trial: no ring for tile P$"):
+        chain_of("gated_delta_rule", SKEWED.order, rings={"K Kt V rows": 3, "Q": 3, "A": 3})
+
+
+def test_a_buffer_still_in_use_is_not_landed_again() -> None:
+    """V travels with P here, and V of chunk n + 1 is needed before P of chunk n."""
+    rings = {"K Kt rows": 3, "Q": 3, "A": 3, "P V": 3}
+    order = [*without(SKEWED.order, "O", "out", "store", ">V"), "O", "out", "store"]
+    order.insert(0, ">V")
+    with pytest.raises(ScheduleError, match=r"ring P: .*(later (one|chunk)).*reorder its steps"):
+        chain_of("kda", order, rings=rings)
+
+
+def test_without_a_steady_state_the_schedule_is_refused() -> None:
+    """The second chunk must wait for the state of the first, which the first has nothing to wait for."""
+    with pytest.raises(ScheduleError, match="chunks differ, so there is no steady state"):
+        chain_of("gated_delta_rule", without(SERIAL.order, "await"))
+
+
+def test_steps_a_chunk_ahead_are_refused_where_nothing_runs_beside_them() -> None:
+    schedule = replace(SKEWED, name="trial", rings={"K Kt Q V A P rows": 1})
+    with pytest.raises(ScheduleError, match="trial: .*ahead"):
+        build_chain(declare("gated_delta_rule"), schedule, asynchronous=False)
+
+
+def test_shared_memory_over_the_limit_is_refused() -> None:
+    program = declare("kda")
+    chain = build_chain(program, SKEWED, True)
+    deep = tuple(replace(ring, depth=4) for ring in chain.rings)
+    used = shared_layout(program, chain.rings, 2, 64, HOPPER.shared_limit).total
+    assert used <= HOPPER.shared_limit
+    with pytest.raises(ScheduleError, match=rf"\d+ bytes .* exceed the target's {HOPPER.shared_limit} \(rings .*: 4"):
+        shared_layout(program, deep, 2, 64, HOPPER.shared_limit)
+
+
+def test_a_schedule_with_too_deep_rings_is_refused_when_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = replace(SKEWED, name="deep", rings=dict.fromkeys(SKEWED.rings, 4))
+    monkeypatch.setitem(TARGETS, "sm_90a", replace(HOPPER, schedules=(SKEWED, deep)))
+    with pytest.raises(ScheduleError, match="exceed the target's"):
+        render(KernelSpec("kda", "scan", "bf16", 128, 128, "sm_90a", schedule="deep"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_unknown_schedule_is_refused_with_the_known_ones(target: str) -> None:
+    known = ", ".join(s.name for s in TARGETS[target].schedules)
+    with pytest.raises(ScheduleError, match=f"{target} has no schedule `fastest`; it has {known}"):
+        render(KernelSpec("gla", "scan", "bf16", 64, 64, target, schedule="fastest"))
+
+
+# ---- a model that runs the emitted text ------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    """The text breaks a rule."""
+
+
+# Written down a second time, so that a mistake in the generator's own table shows. `d` is written and `x` read by
+# work that goes on after the statement; `w` written, `r` read, `m` both, at once.
+ASYNCHRONOUS = {"product": 1, "accumulate": 1, "product_rounded": 2}  # groups committed
+AT_ONCE = {
+    "to_operand": "wr", "load_operand": "wr", "load_rows": "wr", "add_scaled": "mrr", "subtract": "mr",
+    "scaled_operand": "wrr", "scale_rows": "mr", "scale": "mr",
+}  # fmt: skip
+
+
+@dataclass
+class Group:
+    """Products committed together."""
+
+    writes: str
+    reads: set[Any]  # registers, and buffers as (ring, chunk)
+
+
+@dataclass
+class Warpgroup:
+    """A warpgroup that runs a chain for `chunks` chunks."""
+
+    chain: Chain
+    asynchronous: bool
+    pending: list[Group] = field(default_factory=list)
+    hidden: set[str] = field(default_factory=set)  # retired, but no await has named them yet
+    landed: dict[str, int] = field(default_factory=dict)
+    released: dict[str, set[int]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=lambda: {"S": "S0"})
+    stored: dict[int, Any] = field(default_factory=dict)
+    saved: dict[int, Any] = field(default_factory=dict)
+    n: int = 0
+
+    def run(self, chunks: int, unroll: int) -> None:
+        """The loop as a target's template writes it."""
+        chain = self.chain
+        self.landed = {ring.name: 0 for ring in chain.rings}
+        self.released = {ring.name: set() for ring in chain.rings}
+        if not self.asynchronous:
+            for self.n in range(chunks):
+                self.lines(chain.steady)
+        else:
+            self.lines(chain.prologue)
+            self.lines(chain.drain)
+            self.meet()
+            while self.n + unroll < chunks:
+                for ring in chain.rings:
+                    # The template tells the compiler the slot where the passes agree on it.
+                    at_start = (self.landed[ring.name] - chain.landed_ahead[ring.name]) % ring.depth
+                    if unroll % ring.depth == 0 and at_start:
+                        raise Broken(f"ring {ring.name} starts a pass in another slot")
+                for _ in range(unroll):
+                    self.lines(chain.steady)
+                    self.n += 1
+                self.lines(chain.drain)
+                self.meet()
+            while self.n + 1 < chunks:
+                self.lines(chain.steady)
+                self.n += 1
+                self.lines(chain.drain)
+                self.meet()
+            self.lines(chain.epilogue)
+        self.meet()
+        for ring, count in self.landed.items():
+            if count != chunks:
+                raise Broken(f"ring {ring} landed {count} times in {chunks} chunks")
+            if len(self.released[ring]) != count:
+                raise Broken(f"ring {ring} released {len(self.released[ring])} of {count} buffers")
+
+    def meet(self) -> None:
+        """Where paths meet nothing may be under way."""
+        if self.pending or self.hidden:
+            raise Broken("work is under way where paths meet")
+
+    def lines(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            if line.startswith("//"):
+                continue
+            match = re.fullmatch(r"(\w+)(?:<([\d, ]+)>)?\((.*)\);", line)
+            if match is None:
+                raise Broken(f"cannot read {line}")
+            numbers = [int(x) for x in match[2].split(",")] if match[2] else []
+            arguments = [a.strip() for a in match[3].split(",") if a.strip()]
+            if match[1] == "await":
+                self.wait(numbers[0], arguments)
+            elif match[1] == "land":
+                self.land(arguments[0].removeprefix("ring_"))
+            elif match[1] == "release":
+                self.release(arguments[0].removeprefix("ring_"))
+            else:
+                self.verb(match[1], numbers, arguments)
+
+    # ---- buffers
+
+    def land(self, ring: str) -> None:
+        depth = next(r.depth for r in self.chain.rings if r.name == ring)
+        before = self.landed[ring] - depth
+        if before >= 0 and before not in self.released[ring]:
+            raise Broken(f"ring {ring} waits for ever: chunk {before} still has the buffer")
+        self.landed[ring] += 1
+
+    def release(self, ring: str) -> None:
+        chunk = self.landed[ring] - 1
+        if chunk < 0 or chunk in self.released[ring]:
+            raise Broken(f"ring {ring} releases nothing")
+        if any((ring, chunk) in group.reads for group in self.pending):
+            raise Broken(f"ring {ring} is released while a product reads it")
+        self.released[ring].add(chunk)
+
+    # ---- work under way
+
+    def wait(self, remaining: int, names: Sequence[str]) -> None:
+        while len(self.pending) > remaining:
+            self.hidden.add(self.pending.pop(0).writes)
+        self.hidden -= {n for n in names if all(g.writes != n for g in self.pending)}
+
+    def readable(self, name: str) -> None:
+        if any(group.writes == name for group in self.pending):
+            raise Broken(f"{name} is read while a product writes it")
+        if name in self.hidden:
+            raise Broken(f"{name} is read without an await that names it")
+        if name not in self.values:
+            raise Broken(f"{name} is read before it is written")
+
+    def writable(self, name: str) -> None:
+        if any(group.writes == name for group in self.pending) or name in self.hidden:
+            raise Broken(f"{name} is written while a product writes it")
+        if any(name in group.reads for group in self.pending):
+            raise Broken(f"{name} is overwritten while a product reads it")
+
+    def value(self, argument: str, buffers: set[Any]) -> Any:
+        """What an argument holds; buffers that it lies in are added to the set."""
+        transposed = re.fullmatch(r"transposed\((.*)\)", argument)
+        inner = transposed[1] if transposed else argument
+        of_ring = re.fullmatch(r"ring_(\w+)\.(\w+)\((?:stream)?\)(?:\.(\w+)\(\))?", inner)
+        if of_ring is None:
+            self.readable(argument)
+            return self.values[argument]
+        ring, tile, member = of_ring.groups()
+        chunk = self.landed[ring] - 1
+        if chunk < 0 or chunk in self.released[ring]:
+            raise Broken(f"{tile} of chunk {chunk} is read outside its time")
+        buffers.add((ring, chunk))
+        return ("T" if transposed else "", member or tile, chunk)
+
+    # ---- verbs
+
+    def verb(self, verb: str, numbers: Sequence[int], arguments: Sequence[str]) -> None:
+        part, parts = numbers or (0, 1)
+        if verb in ("store_rows", "save_state"):
+            self.readable(arguments[0])
+            chunk = {"0": 0, "n": self.n, "n + 1": self.n + 1}[arguments[1]]
+            kept = self.stored if verb == "store_rows" else self.saved
+            if chunk in kept:
+                raise Broken(f"chunk {chunk} is stored twice")
+            kept[chunk] = self.values[arguments[0]]
+        elif verb in ASYNCHRONOUS:
+            self.product(verb, part, parts, arguments)
+        else:
+            self.at_once(verb, part, parts, arguments)
+
+    def at_once(self, verb: str, part: int, parts: int, arguments: Sequence[str]) -> None:
+        to, *others = arguments
+        operands = [self.value(a, set()) for a in others]
+        if AT_ONCE[verb][0] == "m":
+            self.readable(to)
+        self.writable(to)
+        if verb in ("scale", "scale_rows"):
+            self.values[to] = scaled(self.values[to], operands[0], part, parts)
+            return
+        if parts != 1:
+            raise Broken(f"{verb} has no parts")
+        before = (self.values[to],) if AT_ONCE[verb][0] == "m" else ()
+        self.values[to] = (verb, *before, *operands)
+
+    def product(self, verb: str, part: int, parts: int, arguments: Sequence[str]) -> None:
+        to, tile, operand = arguments[:3]
+        buffers: set[Any] = set()
+        if verb == "product_rounded":
+            block = self.value(arguments[3], buffers)
+            self.writable(operand)
+            self.values[operand] = ("to_operand", block)
+        term = (self.value(tile, buffers), self.value(operand, set()), part, parts)
+        if verb == "accumulate":
+            # The products of one accumulator run in order; only its first value must be there.
+            if to not in self.values:
+                raise Broken(f"{to} accumulates on nothing")
+            if to in self.hidden:
+                raise Broken(f"{to} accumulates without an await that names it")
+            self.values[to] = added(self.values[to], term)
+        else:
+            self.writable(to)
+            self.values[to] = added(None, term)
+        if self.asynchronous:
+            self.pending += [Group(to, {operand, *buffers}) for _ in range(ASYNCHRONOUS[verb])]
+
+
+def added(value: Any, term: tuple[Any, Any, int, int]) -> Any:
+    """A sum with one more product; the parts of a product become one when the last of them arrives."""
+    tile, operand, part, parts = term
+    base, terms = value if isinstance(value, tuple) and value[0] != "scaled" and len(value) == 2 else (value, frozenset())
+    if term in terms:
+        raise Broken("a product is added twice")
+    terms = terms | {term}
+    siblings = {(tile, operand, p, parts) for p in range(parts)}
+    if parts > 1 and siblings <= terms:
+        terms = terms - siblings | {(tile, operand, 0, 1)}
+    return (base, terms)
+
+
+def scaled(value: Any, factor: Any, part: int, parts: int) -> Any:
+    """A value times a factor; half of it where only one of two parts has been scaled."""
+    if parts == 1:
+        return ("scaled", factor, value)
+    done: frozenset[int] = frozenset()
+    if isinstance(value, tuple) and value[:2] == ("scaled in part", factor):
+        done, value = value[2], value[3]
+    if part in done:
+        raise Broken("a part is scaled twice")
+    done |= {part}
+    return ("scaled", factor, value) if len(done) == parts else ("scaled in part", factor, done, value)
+
+
+def expected(op: str, chunks: int) -> tuple[dict[int, Any], dict[int, Any], Any]:
+    """What is stored per chunk, the states at their starts, and the last state, by the formulas of the design."""
+    delta, gate = OPS[op].delta, OPS[op].gate
+    state: Any = "S0"
+    stored, saved = {}, {}
+    for n in range(chunks):
+        saved[n] = state
+        rounded = ("to_operand", state)
+        out: Any = added(None, (("", "Q", n), rounded, 0, 1))
+        values: Any = ("load_operand", ("", "V", n))
+        if delta:
+            U = added(None, (("", "K", n), rounded, 0, 1))
+            minus_in = ("load_rows", ("", "minus_in", n))
+            W = ("subtract", values, U) if gate == "channel" else ("add_scaled", values, minus_in, U)
+            values = ("to_operand", added(None, (("", "A", n), W, 0, 1)))
+        if gate != "channel":
+            out = scaled(out, ("load_rows", ("", "out", n)), 0, 1)
+        if gate != "none":
+            state = scaled(state, ("", "decay", n), 0, 1)
+        keys = "Kt" if gate == "channel" else "K"
+        left = values if gate == "channel" else ("scaled_operand", ("load_rows", ("", "left", n)), values)
+        state = added(state, (("T", keys, n), left, 0, 1))
+        stored[n] = ("to_operand", added(out, (("", "P", n), values, 0, 1)))
+    return stored, saved, state
+
+
+def check(op: str, saves: bool, chain: Chain, asynchronous: bool, unroll: int) -> None:
+    """Run the chain for several lengths; raise `Broken` where a rule is broken or a result is not the math."""
+    for chunks in CHUNKS:
+        group = Warpgroup(chain, asynchronous)
+        group.run(chunks, unroll)
+        stored, saved, state = expected(op, chunks)
+        if group.stored != stored:
+            raise Broken("another output")
+        if group.saved != (saved if saves else {}):
+            raise Broken("another saved state")
+        if group.values["S"] != state:
+            raise Broken("another state")
+
+
+def kernels() -> Iterator[Any]:
+    for target in TARGETS.values():
+        for schedule in target.schedules:
+            for op in OPS:
+                for saves in (False, True):
+                    name = f"{target.name}-{schedule.name}-{op}{'-saves' if saves else ''}"
+                    yield pytest.param(op, saves, schedule, target.asynchronous, id=name)
+
+
+every_kernel = pytest.mark.parametrize(("op", "saves", "schedule", "asynchronous"), list(kernels()))
+
+
+@every_kernel
+def test_the_emitted_text_keeps_all_rules_and_is_the_math(
+    op: str, saves: bool, schedule: Schedule, asynchronous: bool
+) -> None:
+    chain = build_chain(declare(op, saves), schedule, asynchronous)
+    check(op, saves, chain, asynchronous, schedule.unroll)
+
+
+def mutants(chain: Chain, pattern: str, change: Callable[[str], str]) -> Iterator[tuple[str, Chain]]:
+    """The chain with one line changed (taken out where it becomes empty), for each line that matches."""
+    for part in ("prologue", "steady", "drain", "epilogue"):
+        lines: list[str] = getattr(chain, part)
+        for at, line in enumerate(lines):
+            if re.match(pattern, line):
+                changed = change(line)
+                text = [*lines[:at], *([changed] if changed else []), *lines[at + 1 :]]
+                yield f"{part}: {line}", replace(chain, **{part: text})
+
+
+def weaker(line: str) -> str:
+    return re.sub(r"<(\d+)>", lambda m: f"<{int(m[1]) + 1}>", line)
+
+
+def nameless(line: str) -> str:
+    return re.sub(r"\(.*\)", "()", line)
+
+
+@every_kernel
+@pytest.mark.parametrize(
+    ("pattern", "change"),
+    [
+        pytest.param("land", lambda line: "", id="no-land"),
+        pytest.param("release", lambda line: "", id="no-release"),
+        pytest.param("await", lambda line: "", id="no-await"),
+        pytest.param("await", weaker, id="weaker-await"),
+        pytest.param(r"await<\d+>\(\w", nameless, id="nameless-await"),
+    ],
+)
+def test_every_line_of_the_protocol_is_needed(
+    op: str, saves: bool, schedule: Schedule, asynchronous: bool, pattern: str, change: Callable[[str], str]
+) -> None:
+    chain = build_chain(declare(op, saves), schedule, asynchronous)
+    unnoticed, count = [], 0
+    for name, mutant in mutants(chain, pattern, change):
+        count += 1
+        try:
+            check(op, saves, mutant, asynchronous, schedule.unroll)
+        except Broken:
+            continue
+        unnoticed.append(name)
+    assert not unnoticed
+    assert count or (not asynchronous and pattern.startswith("await"))
+
+
+def test_products_are_not_awaited_sooner_than_needed() -> None:
+    """The skewed order keeps work under way: no wait in its main loop but those that the math asks for."""
+    for op in OPS:
+        steady = build_chain(declare(op), SKEWED, True).steady
+        waits = [line for line in steady if line.startswith("await")]
+        assert any(not line.startswith("await<0>") for line in waits), waits
