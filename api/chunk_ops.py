@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from qla import validate
 from qla.errors import UnsupportedError
-from qla.runtime.problem import Problem, Result
-
-
-def _run(problem: Problem) -> Result:
-    from qla.runtime import plan
-
-    return plan.run(problem)
+from qla.ops import forward
 
 
 def _check_heads(letters: str, q: Any, k: Any, v: Any, extra: tuple[str, Any, str, int]) -> None:
@@ -84,19 +79,8 @@ class DeltaNetChunkFwd:
             An argument that is not supported; raised before anything is launched.
         """
         _check_heads("[B, H, L, D]", q, k, v, ("beta", beta, "[B, H, L]", 3))
-        problem = validate.forward_problem(
-            "delta_rule",
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            None,
-            beta.transpose(1, 2),
-            scale=1.0,
-            initial_state=None,
-            output_final_state=False,
-            saves=True,
-        )
-        r = _run(problem)
+        transposed = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, beta.transpose(1, 2))
+        r = forward("delta_rule", True, *transposed, None, None, 1.0)
         saved = (r.states, r.A, r.w, r.u)
         S, A, w, u = (x.transpose(1, 2) for x in saved if x is not None)
         return r.o.transpose(1, 2), S, A, A, w, u
@@ -172,10 +156,7 @@ class GLAChunkFwd:
         scale = self.scale
         if isinstance(scale, (int, float)) and scale <= 0:
             scale = None
-        problem = validate.forward_problem(
-            "gla", q, k, v, g, None, scale=scale, initial_state=initial_state, output_final_state=True, saves=True
-        )
-        r = _run(problem)
+        r = forward("gla", True, q, k, v, g, None, None, None, scale, initial_state, True)
         assert r.final_state is not None  # asked for above
         self.h = r.states
         return r.o, r.final_state

@@ -5,19 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qla import validate
+
+from qla import runtime, validate
 from qla.errors import UnsupportedError
-from qla.runtime.problem import Problem
+from qla.runtime.problem import Result, signature
 
 _NO_CP = "cp_context=None", "Context parallelism is not part of qla; split the sequence and pass the state on instead"
 
 
-def _run(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
+def forward(*call: Any) -> Result:
+    """Run an op; the arguments are those of `validate.forward_problem`, by position.
+
+    Host time is what a short call costs, so a call like an earlier one takes one dictionary look-up instead of a check
+    of every argument: its key holds all that the checks look at, and only a call that has passed them has an entry.
+    What no key can hold is checked every time: the boundaries that the host can read. Any other call, right or wrong,
+    is checked argument by argument.
+    """
+    key: tuple[Any, ...] | None
+    try:
+        key, addresses = signature(*call)
+        layout = runtime.plan._layouts.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        # Some argument is no tensor or no number; or the runtime is not imported yet.
+        key = layout = None
+    if layout is not None:
+        if layout.ragged:
+            validate.boundaries(*call)
+        return layout.run(addresses)
+    problem = validate.forward_problem(*call)
+    problem.key = key
     # Imported here: the runtime pulls in compilers and drivers, which importing the package must not.
     from qla.runtime import plan
 
-    result = plan.run(problem)
-    return result.o, result.final_state
+    return plan.run(problem)
 
 
 def chunk_gated_delta_rule(
@@ -98,33 +118,22 @@ def chunk_gated_delta_rule(
         An argument whose shape, dtype, device or value is not supported, or an input that requires grad (there is no
         backward yet). A `ValueError` too; raised before anything is launched.
     """
-    validate.absent("cp_context", cp_context, *_NO_CP)
+    if cp_context is not None:
+        validate.absent("cp_context", cp_context, *_NO_CP)
+    use_gate_in_kernel, A_log, dt_bias = False, None, None
     if kwargs:
         known = ("A_log", "chunk_size", "dt_bias", "transpose_state_layout", "use_gate_in_kernel")
         validate.keywords("chunk_gated_delta_rule", kwargs, known)
         validate.chunk_size(kwargs, (16, 32, 64))
         state_v_first = validate.v_first(state_v_first, kwargs)
-    problem = validate.forward_problem(
-        "gated_delta_rule",
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        beta_sigmoid=use_beta_sigmoid_in_kernel,
-        beta_double=allow_neg_eigval,
-        gate_in_kernel=kwargs.get("use_gate_in_kernel", False),
-        A_log=kwargs.get("A_log"),
-        dt_bias=kwargs.get("dt_bias"),
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )
-    return _run(problem)
+        use_gate_in_kernel = kwargs.get("use_gate_in_kernel", False)
+        A_log, dt_bias = kwargs.get("A_log"), kwargs.get("dt_bias")
+    result = forward(
+        "gated_delta_rule", False, q, k, v, g, beta, cu_seqlens, cu_seqlens_cpu, scale, initial_state,
+        output_final_state, state_v_first, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        use_gate_in_kernel, A_log, dt_bias,
+    )  # fmt: skip
+    return result.o, result.final_state
 
 
 def chunk_delta_rule(
@@ -174,21 +183,11 @@ def chunk_delta_rule(
     if kwargs:
         validate.keywords("chunk_delta_rule", kwargs, ("chunk_size",))
         validate.chunk_size(kwargs, (16, 32, 64))
-    problem = validate.forward_problem(
-        "delta_rule",
-        q,
-        k,
-        v,
-        None,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )
-    return _run(problem)
+    result = forward(
+        "delta_rule", False, q, k, v, None, beta, cu_seqlens, cu_seqlens_cpu, scale, initial_state,
+        output_final_state, False, use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    return result.o, result.final_state
 
 
 def _check_kda(
@@ -278,39 +277,25 @@ allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context
         An argument whose shape, dtype, device or value is not supported, or an input that requires grad (there is no
         backward yet). A `ValueError` too; raised before anything is launched.
     """
-    validate.absent("cp_context", cp_context, *_NO_CP)
-    validate.absent("disable_recompute", disable_recompute, "False", "It only concerns the backward pass")
-    validate.absent(
-        "return_intermediate_states", return_intermediate_states, "False", "qla.GLAChunkFwd returns them for GLA"
-    )
+    if cp_context is not None or disable_recompute is not False or return_intermediate_states is not False:
+        validate.absent("cp_context", cp_context, *_NO_CP)
+        validate.absent("disable_recompute", disable_recompute, "False", "It only concerns the backward pass")
+        hint = "qla.GLAChunkFwd returns them for GLA"
+        validate.absent("return_intermediate_states", return_intermediate_states, "False", hint)
+    A_log = dt_bias = None
     if kwargs:
         validate.keywords("chunk_kda", kwargs, ("A_log", "chunk_size", "dt_bias", "transpose_state_layout"))
         validate.chunk_size(kwargs, (32, 64))
         state_v_first = validate.v_first(state_v_first, kwargs)
+        A_log, dt_bias = kwargs.get("A_log"), kwargs.get("dt_bias")
     if safe_gate or use_graph:
         _check_kda(use_gate_in_kernel, safe_gate, lower_bound, use_graph, max_num_seqs, cu_seqlens)
-    problem = validate.forward_problem(
-        "kda",
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        beta_sigmoid=use_beta_sigmoid_in_kernel,
-        beta_double=allow_neg_eigval,
-        gate_in_kernel=use_gate_in_kernel,
-        A_log=kwargs.get("A_log"),
-        dt_bias=kwargs.get("dt_bias"),
-        lower_bound=lower_bound,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )
-    return _run(problem)
+    result = forward(
+        "kda", False, q, k, v, g, beta, cu_seqlens, cu_seqlens_cpu, scale, initial_state,
+        output_final_state, state_v_first, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        use_gate_in_kernel, A_log, dt_bias, lower_bound,
+    )  # fmt: skip
+    return result.o, result.final_state
 
 
 def chunk_gla(
@@ -354,18 +339,8 @@ def chunk_gla(
         An argument whose shape, dtype, device or value is not supported, or an input that requires grad (there is no
         backward yet). A `ValueError` too; raised before anything is launched.
     """
-    problem = validate.forward_problem(
-        "gla",
-        q,
-        k,
-        v,
-        g,
-        None,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )
-    return _run(problem)
+    result = forward(
+        "gla", False, q, k, v, g, None, cu_seqlens, cu_seqlens_cpu, scale, initial_state,
+        output_final_state, state_v_first,
+    )  # fmt: skip
+    return result.o, result.final_state

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
 from qla.codegen.ops import OPS
 from qla.codegen.spec import HEAD_DIMS
 from qla.errors import UnsupportedError
@@ -156,6 +157,14 @@ def _sequences(cu: Any, cpu: Any, B: int, T: int, device: torch.device) -> int:
     return int(cu.shape[0]) - 1
 
 
+def boundaries(op: str, saves: bool, q: Any, k: Any, v: Any, g: Any, beta: Any, cu: Any, cpu: Any, *rest: Any) -> None:
+    """Check the values of boundaries that lie in host memory; the call has passed all other checks before."""
+    if cu is not None and cu.is_cpu:
+        _check_boundaries("cu_seqlens", cu, q.shape[1])
+    if cpu is not None:
+        _check_boundaries("cu_seqlens_cpu", cpu, q.shape[1])
+
+
 def _check_state(
     x: Any, N: int, HV: int, K: int, V: int, state_v_first: bool, device: torch.device, grad: bool
 ) -> None:
@@ -209,15 +218,17 @@ def _scale(scale: Any, K: int) -> float:
 
 def forward_problem(
     op: str,
+    saves: bool,
     q: Any,
     k: Any,
     v: Any,
     g: Any,
     beta: Any,
-    *,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
     scale: Any,
-    initial_state: Any,
-    output_final_state: bool,
+    initial_state: Any = None,
+    output_final_state: bool = False,
     state_v_first: bool = False,
     qk_l2norm: bool = False,
     beta_sigmoid: bool = False,
@@ -226,15 +237,13 @@ def forward_problem(
     A_log: Any = None,
     dt_bias: Any = None,
     lower_bound: Any = None,
-    cu_seqlens: Any = None,
-    cu_seqlens_cpu: Any = None,
-    saves: bool = False,
 ) -> Problem:
     """Check a forward call and return it as the runtime takes it.
 
     Parameters
     ----------
     op : key of `qla.codegen.ops.OPS`; decides which of g and beta the call has and their shapes.
+    saves : also return what a backward pass needs.
     q, k, v, g, beta : as in the public functions; g and beta are None for the ops that lack them.
     beta_double : ``allow_neg_eigval`` of the public functions.
 

@@ -69,7 +69,9 @@ def shared_layout(program: Program, rings: Sequence[Ring], streams: int, chunk: 
     layout.total = at
     if at > limit:
         depths = ", ".join(f"{' '.join(r.tiles)}: {r.depth}" for r in rings)
-        raise ScheduleError(f"{at} bytes of shared memory exceed the target's {limit} (rings {depths}; {streams} streams)")
+        raise ScheduleError(
+            f"{at} bytes of shared memory exceed the target's {limit} (rings {depths}; {streams} streams)"
+        )
     return layout
 
 
@@ -81,7 +83,7 @@ def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int)
     layout = Layout()
     for ring in rings:
         if ring.depth != 1:
-            raise ScheduleError(f"ring {' '.join(ring.tiles)} has {ring.depth} buffers; this target has one of each tile")
+            raise ScheduleError(f"ring {' '.join(ring.tiles)}: {ring.depth} buffers; this target has one of each tile")
     for tile in program.tiles.values():
         if tile.by != "columns":
             layout.offsets[tile.name] = layout.total
@@ -93,15 +95,16 @@ def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int)
     return layout
 
 
-def prepare_shared_bytes(op: Op, chunk: int, dk: int, element: int, pad: int = 0) -> int:
+def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int) -> int:
     """Bytes of what the threads of a `prepare` workgroup share (`struct Shared` of its template).
 
-    Rows of a tile are followed by `pad` unused numbers.
+    Rows of a tile are followed by `pad` unused numbers; `teams` invert a matrix each, as blocks of 16 if several.
     """
-    matrix = chunk * (chunk + 4) * 4
-    tiles = 2 * chunk * (dk + pad) * element
+    blocks, matrix = chunk // 16, chunk * (chunk + 4) * 4
+    lower = (blocks * (blocks + 1) // 2 * 1280 if teams > 1 else matrix) * op.delta
+    tiles = 2 * chunk * (dk + pad) * 2
     if op.gate == "channel":
-        total = tiles + chunk * (dk + 8) * 4 + matrix * (1 + op.delta) + 3 * chunk * 4
+        total = max(tiles, lower) + chunk * (dk + 8) * 4 + matrix * (1 + op.delta) + chunk * 4
     else:
-        total = max(tiles, 2 * matrix) + matrix + 5 * chunk * 4
-    return -(-total // _ALIGN) * _ALIGN
+        total = max(tiles, teams * lower) + 3 * teams * chunk * 4
+    return -(-(total + 2 * chunk * 4) // _ALIGN) * _ALIGN

@@ -34,8 +34,11 @@ VERBS: dict[str, str] = {
 #: Groups of asynchronous work that one statement of a verb commits.
 GROUPS = {"product": 1, "accumulate": 1, "product_rounded": 2}
 
+#: Verbs that can do their work in parts.
+DIVISIBLE = ("product", "accumulate", "scale", "scale_rows")
+
 _STATEMENT = re.compile(r"(\w+)\((.*)\)$")
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_ARGUMENT = re.compile(r"(?:transposed\((?P<inner>\w+)\)|(?P<name>\w+)(?:\.(?P<member>\w+))?)")
 
 
 @dataclass(frozen=True)
@@ -103,21 +106,29 @@ class Program:
     # ---- recorders, called from the template -------------------------------------------------------------------
 
     def tile(
-        self, name: str, source: str, rows: int, cols: int, by: str = "head", lower: bool = False, workspace: bool = False
+        self,
+        name: str,
+        source: str,
+        rows: int,
+        cols: int,
+        by: str = "head",
+        lower: bool = False,
+        workspace: bool = False,
     ) -> str:
         """Declare a tile."""
-        self.tiles[name] = Tile(name, source, rows, cols, by, lower, workspace)
+        # `int` refuses an undefined size here, where the template's line is known.
+        self.tiles[name] = Tile(name, source, int(rows), int(cols), by, lower, workspace)
         return ""
 
     def vector(self, name: str, length: int, kind: str) -> str:
         """Declare a vector of the record ``rows``, which travels like a tile of that name."""
-        self.record[name] = Vector(name, length, kind)
+        self.record[name] = Vector(name, int(length), kind)
         return ""
 
     def register(self, kind: str, rows: int, *names: str) -> str:
         """Declare values that live in registers."""
         for name in names:
-            self.registers[name] = Register(name, kind, rows)
+            self.registers[name] = Register(name, kind, int(rows))
         return ""
 
     def step(self, name: str, math: str, caller: Callable[[], str]) -> str:
@@ -146,8 +157,12 @@ class Program:
 
     def _name(self, step: str, arg: str) -> str:
         """The declared name an argument such as ``transposed(K)`` or ``rows.decay`` speaks of."""
-        for name in _NAME.findall(arg):
-            if name in self.tiles or name in self.registers or (name == "rows" and self.record):
-                return str(name)
-        known = ", ".join([*self.tiles, *self.registers, "rows"])
+        match = _ARGUMENT.fullmatch(arg)
+        if match is not None:
+            name, member = match["inner"] or match["name"], match["member"]
+            if name in (self.tiles.keys() | self.registers.keys()) and member is None:
+                return name
+            if name == "rows" and member in self.record:
+                return name
+        known = ", ".join([*self.tiles, *self.registers, *(f"rows.{v}" for v in self.record)])
         raise TemplateError(f"step {step}: `{arg}` names nothing declared; declared: {known}")

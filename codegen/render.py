@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
 
 import jinja2
@@ -50,8 +51,20 @@ def render(spec: KernelSpec) -> Source:
     try:
         return (_render_scan if spec.stage == "scan" else _render_prepare)(spec, target, context)
     except jinja2.TemplateError as error:
-        where = f"{getattr(error, 'name', None) or spec.stage}:{getattr(error, 'lineno', '?')}"
-        raise TemplateError(f"{spec.name} for {spec.target}: {where}: {error}") from error
+        raise TemplateError(f"{spec.name} for {spec.target}: {_place(error)}: {error}") from error
+
+
+def _place(error: jinja2.TemplateError) -> str:
+    """Template and line of an error: a syntax error has them, any other leaves them in its traceback."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"{error.name}:{error.lineno}"
+    place, traceback = "a template", error.__traceback__
+    while traceback is not None:
+        path = PurePath(traceback.tb_frame.f_code.co_filename)
+        if path.suffix == ".j2":
+            place = f"{path.parent.name}/{path.name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
 
 
 def schedule_of(spec: KernelSpec) -> Schedule:
@@ -146,7 +159,8 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
     buffers = tuple((t.source, t.rows * t.cols * element) for t in program.tiles.values() if t.workspace)
     buffers += (("rows", record_bytes),) if program.record else ()
     abi = prepare_abi(spec, buffers)
-    shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, element, target.facts.get("tile_pad", 0))
+    pad, teams = target.facts.get("tile_pad", 0), target.facts.get("teams", 1)
+    shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, pad, teams)
     if 0 < target.shared_limit < shared_bytes:
         raise ScheduleError(f"{shared_bytes} bytes of shared memory exceed the target's {target.shared_limit}")
     text = environment().get_template("kernels/prepare.j2").render(

@@ -57,6 +57,8 @@ class Resources:
             found.append("wgmma instructions are serialized")
         if self.spill_bytes:
             found.append(f"{self.spill_bytes} bytes of registers are spilled")
+        if self.scratch_bytes:
+            found.append(f"{self.scratch_bytes} bytes of scratch memory per thread")
         return tuple(found)
 
 

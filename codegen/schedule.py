@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from qla.codegen.program import GROUPS, Program, Statement, Step
+from qla.codegen.program import DIVISIBLE, GROUPS, Program, Statement, Step
 from qla.errors import ScheduleError
 from qla.targets.base import Schedule
 
@@ -83,6 +83,11 @@ def parse_order(program: Program, schedule: Schedule) -> list[Item]:
         if entry == "await":
             items.append(Item(Step("await", "nothing stays under way", ()), 0, 0, 1))
             continue
+        early = re.fullmatch(r"(>?)land (\w+)", entry)
+        if early is not None:
+            if early[2] in program.tiles:
+                items.append(Item(Step(f"land {early[2]}", f"{early[2]} has landed", ()), len(early[1]), 0, 1))
+            continue
         match = re.fullmatch(r"(>?)(\w+?)(?::(\d+)/(\d+))?", entry)
         if match is None:
             raise ScheduleError(f"schedule {schedule.name}: cannot read `{entry}`; write `step`, `>step` or `step:1/2`")
@@ -90,16 +95,48 @@ def parse_order(program: Program, schedule: Schedule) -> list[Item]:
         if step is None:
             continue
         part, parts = int(match[3] or 1), int(match[4] or 1)
+        if parts > 1 and [s.verb in DIVISIBLE for s in step.statements] != [True]:
+            raise ScheduleError(f"schedule {schedule.name}: step `{step.name}` cannot run in parts")
         items.append(Item(step, len(match[1]), part - 1, parts))
         seen.setdefault(step.name, []).append(part)
         if seen[step.name] != list(range(1, part + 1)):
             raise ScheduleError(f"schedule {schedule.name}: parts of `{step.name}` are out of order")
     for name in program.steps:
         parts_seen = seen.get(name, [])
-        expected = next((i.parts for i in items if i.step.name == name), 1)
-        if len(parts_seen) != expected:
-            raise ScheduleError(f"schedule {schedule.name}: step `{name}` runs {len(parts_seen)} of {expected} parts")
+        kinds = {(i.parts, i.ahead) for i in items if i.step.name == name}
+        expected = max((parts for parts, _ in kinds), default=1)
+        if len(parts_seen) != expected or len(kinds) > 1:
+            why = ", which differ in size or chunk" if len(kinds) > 1 else ""
+            raise ScheduleError(
+                f"schedule {schedule.name}: step `{name}` runs {len(parts_seen)} of {expected} parts{why}"
+            )
     return items
+
+
+def check_order(program: Program, schedule: Schedule, items: Sequence[Item]) -> None:
+    """Steps that share a register must run in the order in which the template lists them, chunk after chunk.
+
+    Only reads of one value and sums into one accumulator may be exchanged.
+    """
+    names = list(program.steps)
+    uses: dict[str, dict[str, str]] = {step: {} for step in names}
+    for step in program.steps.values():
+        for name, letter in (role for s in step.statements for role in s.roles if role[0] in program.registers):
+            uses[step.name][name] = uses[step.name].get(name, "") + {"R": "r"}.get(letter, letter)
+    at: dict[tuple[str, int], list[int]] = {}
+    for index, (chunk, item) in enumerate(pair for segment in _lay_out(items) for pair in segment):
+        at.setdefault((item.step.name, chunk), []).append(index)
+    for i, first in enumerate(names):
+        for j, then in enumerate(names):
+            later = int(j <= i)  # the next chunk's
+            if max(at[first, 1]) < min(at[then, 1 + later]):
+                continue
+            for name in sorted(uses[first].keys() & uses[then].keys()):
+                if set(uses[first][name] + uses[then][name]) not in ({"r"}, {"A"}):
+                    which = " of the chunk before" if later else ""
+                    raise ScheduleError(
+                        f"schedule {schedule.name}: step `{then}` must run after `{first}`{which}: they share `{name}`"
+                    )
 
 
 def rings_of(program: Program, schedule: Schedule, items: Iterable[Item]) -> tuple[Ring, ...]:
@@ -120,6 +157,10 @@ def rings_of(program: Program, schedule: Schedule, items: Iterable[Item]) -> tup
 def build_chain(program: Program, schedule: Schedule, asynchronous: bool) -> Chain:
     """Order the program's steps; raise `ScheduleError` where the order cannot work."""
     items = parse_order(program, schedule)
+    check_order(program, schedule, items)
+    parted = next((i.step.name for i in items if i.parts > 1), "")
+    if parted and not asynchronous:
+        raise ScheduleError(f"schedule {schedule.name}: step `{parted}` runs in parts, but products are done at once")
     rings = rings_of(program, schedule, items)
     walk = _Walk(program, asynchronous, {t: r.name for r in rings for t in r.tiles})
     walk.landed = {r.name: 0 for r in rings}
@@ -165,6 +206,9 @@ def _emit(walk: _Walk, item: Item, chunk: int, chunk_text: str) -> None:
     """Write one item's statements, with what must stand before and after them."""
     if item.step.name == "await":
         _await(walk, len(walk.pending))
+        return
+    if item.step.name.startswith("land "):
+        _land(walk, walk.ring_of[item.step.name.removeprefix("land ")], chunk)
         return
     part = f", part {item.part + 1} of {item.parts}" if item.parts > 1 else ""
     walk.lines.append(f"// {item.step.math}{part}{' (next chunk)' if chunk_text.endswith('+ 1') else ''}")

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+
 from qla.codegen.spec import FIELD_BYTES, Field
 from qla.errors import LaunchError
 from qla.runtime.problem import Problem
@@ -37,6 +38,9 @@ _STRIDES = {
     **{f"{name}_v_first": tuple(f"{name}_stride_{x}" for x in "nhvk") for name in ("initial", "final")},
 }
 _TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+_Run = tuple[Callable[..., None], int, Callable[[Any], Any]]  # pack_into of its struct, its offset, picker of values
 
 
 class ArgumentBlock:
@@ -105,7 +109,7 @@ class Packer:
         self._scalars = tuple(f.name for f in abi if f.kind not in _DYNAMIC)
         self._runs = self._compile_runs(supply)
 
-    def _compile_runs(self, supply: Sequence[str]) -> tuple[tuple[struct.Struct, int, Callable[[Any], Any]], ...]:
+    def _compile_runs(self, supply: Sequence[str]) -> tuple[_Run, ...]:
         places = {name: i for i, name in enumerate(supply)}
         runs: list[tuple[int, str, list[int]]] = []
         end = -1
@@ -119,7 +123,7 @@ class Packer:
             start, layout, indices = runs[-1]
             runs[-1] = (start, layout + _FORMATS[kind], [*indices, places[name]])
             end = offset + FIELD_BYTES[kind]
-        return tuple((struct.Struct(layout), start, _picker(indices)) for start, layout, indices in runs)
+        return tuple((struct.Struct(layout).pack_into, start, _picker(indices)) for start, layout, indices in runs)
 
     def template(self, scalars: Mapping[str, float]) -> bytes:
         """Bytes of a block with the scalars of one layout and no addresses yet."""
@@ -139,8 +143,8 @@ class Packer:
     def pack(self, block: ArgumentBlock, values: Sequence[Any]) -> None:
         """Write addresses and tensor maps, given in the order of `supply`."""
         view = block.view
-        for layout, offset, pick in self._runs:
-            layout.pack_into(view, offset, *pick(values))
+        for pack_into, offset, pick in self._runs:
+            pack_into(view, offset, *pick(values))
 
     def unpack(self, data: bytes | memoryview) -> dict[str, Any]:
         """Members of a block by name, for reports and tests."""

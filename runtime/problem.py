@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+# Called on the class, it also refuses what is not a tensor; and a tensor without plain memory (sparse, nested) raises.
+_address = torch.Tensor.data_ptr
 
 
 @dataclass(slots=True)
@@ -37,6 +41,16 @@ class Problem:
     cu_seqlens: torch.Tensor | None
     cu_seqlens_cpu: torch.Tensor | None
     saves: bool = False
+    key: Any = None  # the caller's signature, where it has one
+
+    def signature(self) -> tuple[Any, tuple[int, ...]]:
+        """Key and addresses of the call."""
+        key, addresses = signature(
+            *(self.op, self.saves, self.q, self.k, self.v, self.g, self.beta, self.cu_seqlens, self.cu_seqlens_cpu),
+            *(self.scale, self.initial_state, self.output_final_state, self.state_v_first, self.qk_l2norm),
+            *(self.beta_sigmoid, self.beta_double, self.gate_in_kernel, self.A_log, self.dt_bias, self.lower_bound),
+        )
+        return key if self.key is None else self.key, addresses
 
 
 @dataclass(slots=True)
@@ -54,3 +68,70 @@ class Result:
     A: torch.Tensor | None = None
     w: torch.Tensor | None = None
     u: torch.Tensor | None = None
+
+
+def signature(
+    op: str,
+    saves: bool,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    scale: Any,
+    initial_state: Any = None,
+    output_final_state: Any = False,
+    state_v_first: Any = False,
+    qk_l2norm: Any = False,
+    beta_sigmoid: Any = False,
+    beta_double: Any = False,
+    gate_in_kernel: Any = False,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    lower_bound: Any = None,
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Return what distinguishes one call from another, checked or not: its key, and the addresses.
+
+    The key holds all that decides whether a call is valid, which kernels it takes and how: two calls of one key differ
+    in addresses and in the values of tensors only. Strides are left out where they follow from the shape. Numbers come
+    with their type, since True, 1 and 1.0 are one key to Python; flags as what `not` makes of them.
+
+    Written out rather than looped over: it runs on every call, and this is half its cost. Whatever cannot be read like
+    a tensor raises an AttributeError, RuntimeError or TypeError; such a call is not valid.
+    """
+    q_at, k_at, v_at = _address(q), _address(k), _address(v)
+    g_at = beta_at = initial_at = A_log_at = dt_bias_at = cu_at = 0
+    gates = betas = initial = parameters = boundaries = None
+    if g is not None:
+        g_at, gates = _address(g), (g.dtype, g.device, g.shape, g.is_contiguous() or g.stride(), g.requires_grad)
+    if beta is not None:
+        beta_at = _address(beta)
+        betas = beta.dtype, beta.device, beta.shape, beta.is_contiguous() or beta.stride(), beta.requires_grad
+    if initial_state is not None:
+        initial_at, initial = _address(initial_state), _describe(initial_state)
+    if gate_in_kernel:
+        parameters = _describe(A_log), _describe(dt_bias), type(lower_bound), lower_bound
+        A_log_at = 0 if A_log is None else _address(A_log)
+        dt_bias_at = 0 if dt_bias is None else _address(dt_bias)
+    if cu_seqlens is not None or cu_seqlens_cpu is not None:
+        boundaries = _describe(cu_seqlens), _describe(cu_seqlens_cpu)
+        cu_at = 0 if cu_seqlens is None else _address(cu_seqlens)
+    key = (
+        (op, saves, torch.is_grad_enabled(), (q_at | k_at | v_at) % 16 == 0, type(scale), scale),
+        (q.dtype, q.device, q.shape, q.is_contiguous() or q.stride(), q.requires_grad),
+        (k.dtype, k.device, k.shape, k.is_contiguous() or k.stride(), k.requires_grad),
+        (v.dtype, v.device, v.shape, v.is_contiguous() or v.stride(), v.requires_grad),
+        (gates, betas, initial, parameters, boundaries),
+        (not output_final_state, not state_v_first, not qk_l2norm, not beta_sigmoid, not beta_double),
+    )
+    return key, (q_at, k_at, v_at, g_at, beta_at, A_log_at, dt_bias_at, cu_at, initial_at)
+
+
+def _describe(x: Any) -> Any:
+    """The part of a key that is one of the rarer tensors."""
+    if x is None:
+        return None
+    _address(x)  # for what it raises
+    return x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), x.requires_grad

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from filelock import FileLock, Timeout
+
 from qla.codegen.spec import Source
 from qla.runtime import ids
 from qla.runtime.compilers import Binary, Compiler, CompilerIdentity, compiler_for

@@ -22,7 +22,8 @@ TARGET = Target(
     ),
     # Sums may be reordered, so that they vectorize; NaN and infinity keep their meaning.
     flags=("-fno-math-errno", "-ffp-contract=fast", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"),
-    build="python -m ziglang c++ -std=c++20 -O3 -fno-math-errno -ffp-contract=fast -fassociative-math -fno-signed-zeros "
-    "-fno-trapping-math -ffreestanding -nostdlib -fno-exceptions -fno-rtti -fPIC -shared -o {name}.so {name}.cpp",
+    build="python -m ziglang c++ -std=c++20 -O3 -fno-math-errno -ffp-contract=fast -fassociative-math "
+    "-fno-signed-zeros -fno-trapping-math -ffreestanding -nostdlib -fno-exceptions -fno-rtti -fPIC -shared "
+    "-o {name}.so {name}.cpp",
     facts={"scan_threads": {1: 1}},
 )

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+
 from qla.codegen.spec import Source
 from qla.errors import UnsupportedError
 from qla.runtime.arguments import ArgumentBlock

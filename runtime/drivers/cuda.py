@@ -10,10 +10,11 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+
 from qla.codegen.spec import Source
 from qla.errors import LaunchError
 from qla.runtime.arguments import ArgumentBlock
@@ -60,7 +61,7 @@ class CudaDriver:
         self._api: Any = driver
         self._launch: Callable[..., None] = driver.launchKernel
         self._error: type[Exception] = driver.CUDADriverError
-        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self.stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
 
     def load(self, binary: bytes, source: Source) -> CudaKernel:
         """Load a cubin into the primary context, which is the one that torch uses."""
@@ -78,31 +79,26 @@ class CudaDriver:
 
     def launch(self, kernel: CudaKernel, blocks: int, arguments: ArgumentBlock, stream: int) -> None:
         """Launch on a raw stream; the driver copies the argument block before it returns."""
-        # One call, so that a thread that has no context yet can repeat it.
-        call = (kernel.function, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, arguments.params, 0)
+        threads, shared, params = kernel.threads, kernel.shared_bytes, arguments.params
         try:
-            self._launch(*call)
+            self._launch(kernel.function, blocks, 1, 1, threads, 1, 1, shared, stream, params, 0)
         except self._error as error:
-            self._recover(kernel, call, error)
+            self._recover(kernel, blocks, arguments, stream, error)
 
-    def _recover(self, kernel: CudaKernel, call: tuple[int, ...], error: Exception) -> None:
-        failure = error
-        if getattr(error, "status", None) == _INVALID_CONTEXT:
+    def _recover(
+        self, kernel: CudaKernel, blocks: int, arguments: ArgumentBlock, stream: int, failure: Exception
+    ) -> None:
+        if getattr(failure, "status", None) == _INVALID_CONTEXT:
             # A new thread has no current context until some runtime call binds one, and an allocation served from
             # torch's cache makes none.
             torch.cuda.set_device(self.index)
             try:
-                self._launch(*call)
+                threads, shared, params = kernel.threads, kernel.shared_bytes, arguments.params
+                self._launch(kernel.function, blocks, 1, 1, threads, 1, 1, shared, stream, params, 0)
                 return
             except self._error as again:
                 failure = again
-        raise LaunchError(
-            f"cannot launch {kernel.name} ({call[1]} blocks) on cuda:{self.index}: {failure}"
-        ) from failure
-
-    def stream(self) -> int:
-        """Raw handle of torch's current stream on this device."""
-        return self._stream(self.index)
+        raise LaunchError(f"cannot launch {kernel.name} ({blocks} blocks) on cuda:{self.index}: {failure}") from failure
 
     def capturing(self) -> bool:
         """Whether that stream is being captured into a graph."""
@@ -112,11 +108,11 @@ class CudaDriver:
         self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, chunk: int
     ) -> Callable[[int], bytes]:
         """Encoder of tensor maps over a `[B, T, H, D]` layout, with boxes of one chunk by 64 columns."""
-        return TensorMapEncoder(shape, strides, dtype, chunk)
+        return TensorMapEncoder(shape, strides, dtype, chunk).__getitem__
 
 
-class TensorMapEncoder:
-    """Encodes, and remembers, the tensor maps of one layout; called with the base address.
+class TensorMapEncoder(dict[int, bytes]):
+    """The tensor maps of one layout by base address: a dictionary that encodes what it does not hold.
 
     The map has the dimensions (D, H, T, B), boxes (64, 1, chunk, 1), the 128-byte swizzle, and reads zeros outside.
 
@@ -130,17 +126,14 @@ class TensorMapEncoder:
     def __init__(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, chunk: int) -> None:
         if dtype not in _MAP_DTYPES:
             raise LaunchError(f"no tensor map for {dtype}")
-        self._maps: dict[int, bytes] = {}
+        super().__init__()
         self._lock = threading.Lock()
         self._type = _MAP_DTYPES[dtype]
         self._dims = _Dims(*reversed(shape))
         self._strides = _Strides(*legal_strides(shape, strides, dtype.itemsize))
         self._box = _Box(_BOX_COLUMNS, 1, chunk, 1)
 
-    def __call__(self, address: int) -> bytes:
-        return self._maps.get(address) or self._encode(address)
-
-    def _encode(self, address: int) -> bytes:
+    def __missing__(self, address: int) -> bytes:
         memory = ctypes.create_string_buffer(2 * _MAP_BYTES)
         skip = -ctypes.addressof(memory) % _MAP_BYTES
         out = ctypes.c_void_p(ctypes.addressof(memory) + skip)
@@ -155,9 +148,9 @@ class TensorMapEncoder:
             )
         encoded = memory.raw[skip : skip + _MAP_BYTES]
         with self._lock:
-            if len(self._maps) >= _MAPS_KEPT:
-                del self._maps[next(iter(self._maps))]
-            self._maps[address] = encoded
+            if len(self) >= _MAPS_KEPT:
+                del self[next(iter(self))]
+            self[address] = encoded
         return encoded
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from qla.codegen.spec import Source
 from qla.errors import LaunchError
 from qla.runtime.arguments import ArgumentBlock

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from qla.codegen.spec import Source
 from qla.errors import LaunchError
 from qla.runtime.arguments import ArgumentBlock

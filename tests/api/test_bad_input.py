@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
 import inputs
 import pytest
-import qla
-import qla.runtime
 import reference
 import torch
-from qla.runtime.problem import Problem, Result
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import qla
+import qla.runtime
+from qla import validate
+from qla.runtime.problem import Problem, Result
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 GDN, DELTA, KDA, GLA = "chunk_gated_delta_rule", "chunk_delta_rule", "chunk_kda", "chunk_gla"
@@ -35,6 +38,37 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     monkeypatch.setitem(sys.modules, "qla.runtime.plan", fake)
     monkeypatch.setattr(qla.runtime, "plan", fake, raising=False)
     return problems
+
+
+class FakeDriver:
+    """A driver that counts launches."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def load(self, binary: bytes, source: Any) -> None: ...
+
+    def launch(self, kernel: None, blocks: int, arguments: Any, stream: int) -> None:
+        self.launches += 1
+
+    def stream(self) -> int:
+        return 0
+
+    def capturing(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The runtime, without compiler and kernels."""
+    from qla.runtime import plan
+
+    fake = FakeDriver()
+    monkeypatch.setattr(plan, "driver_for", lambda target, index: fake)
+    monkeypatch.setattr(plan, "fetch_binary", lambda source: b"")
+    monkeypatch.setattr(plan, "_layouts", {})
+    monkeypatch.setattr(plan, "_plans", {})
+    return fake
 
 
 def arguments(name: str, **options: Any) -> dict[str, Any]:
@@ -147,6 +181,146 @@ def test_refused(name: str, change: Change, argument: str, words: str, launched:
     assert caught.value.argument == argument
     assert isinstance(caught.value, ValueError)
     assert not launched
+
+
+def warm_up(name: str, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Make valid calls of many kinds, twice: the second of each must not check its arguments one by one again."""
+    plain = arguments(name)
+    valid = [plain, plain | {"initial_state": torch.zeros(2, 4, 64, 128), "scale": 1.0, "output_final_state": True}]
+    bounds = packed([0, 6, 12])(plain)
+    valid += [bounds, bounds | {"cu_seqlens_cpu": bounds["cu_seqlens"]}, packed([0, 3, 6, 12])(plain)]
+    valid += [packed([0, 3, 6, 12], host=True)(plain), bounds | {"initial_state": torch.zeros(2, 4, 64, 128)}]
+    if name in (GDN, KDA):
+        gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(4)}
+        bias = torch.zeros(4 if name == GDN else 256)
+        valid += [plain | gate, plain | gate | {"dt_bias": bias}]
+        valid += [plain | {"state_v_first": True, "initial_state": torch.zeros(2, 4, 128, 64)}]
+        valid += [plain | {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "chunk_size": 64}]
+    if name == KDA:
+        valid += [plain | gate | {"lower_bound": -5.0}, plain | gate | {"lower_bound": -5.0, "safe_gate": True}]
+        valid += [bounds | {"use_graph": True, "max_num_seqs": 2}]
+    for a in valid:
+        call(name, a)
+    launches = driver.launches
+    with monkeypatch.context() as patch:
+        patch.setattr(validate, "forward_problem", None)
+        for a in valid:
+            call(name, a)
+    assert driver.launches == 2 * launches > 0
+    return valid
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_refused_after_valid_calls_of_nearly_the_same_arguments(
+    name: str, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table that makes a warm call short must have no entry for a wrong one."""
+    warm_up(name, driver, monkeypatch)
+    launches = driver.launches
+    for names, change, argument, words in CASES:
+        if name in names:
+            for _ in range(2):
+                with pytest.raises(qla.UnsupportedError, match=words) as caught:
+                    call(name, change(arguments(name)))
+                assert caught.value.argument == argument
+    assert driver.launches == launches
+
+
+class Lookalike:
+    """Everything that a tensor says of itself, and no tensor."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.x, name)
+
+
+OTHER: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: None,
+    lambda x: x.tolist(),
+    lambda x: x.float().numpy(),
+    lambda x: x.half(),
+    lambda x: x.double(),
+    lambda x: x.int(),
+    lambda x: x.short(),
+    lambda x: x.to("meta"),
+    lambda x: x.to_sparse(),
+    lambda x: x[:0],
+    lambda x: x[None],
+    lambda x: torch.cat((x, x), -1),
+    lambda x: torch.stack((x, x), -1)[..., 0],
+    lambda x: x.flatten(),
+    lambda x: x.transpose(0, -1),
+    lambda x: x.clone().requires_grad_() if x.is_floating_point() else x.flip(0),
+    lambda x: x + 100,
+    Lookalike,
+]
+NUMBERS = (True, 1, 2.0, torch.tensor(1.0), Fraction(1), Fraction(-5), float("nan"), "1", 0.0, -5, -6.0, [1])
+
+
+def verdict(name: str, a: dict[str, Any]) -> str:
+    try:
+        call(name, a)
+    except qla.UnsupportedError as error:
+        return f"{error.argument}|{error}"
+    return ""
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_warm_call_gets_the_same_verdict_as_a_cold_one(
+    name: str, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One argument of a valid call is replaced at a time; the table of earlier calls must change no answer."""
+    from qla.runtime import plan
+
+    valid = warm_up(name, driver, monkeypatch)
+    refused: set[str] = set()
+    for a in valid:
+        changes = [(x, change(a[x])) for x in a if isinstance(a[x], torch.Tensor) for change in OTHER]
+        changes += [(x, number) for x in ("scale", "lower_bound") for number in NUMBERS if x in a or x == "scale"]
+        changes += [(x, not a[x]) for x in a if isinstance(a[x], bool)]
+        for x, value in changes:
+            warm = verdict(name, a | {x: value})
+            with monkeypatch.context() as patch:
+                patch.setattr(plan, "_layouts", {})
+                cold = verdict(name, a | {x: value})
+            assert warm == cold, x
+            refused |= {x} if cold else set()
+    tensors = {x for a in valid for x in a if isinstance(a[x], torch.Tensor)}
+    assert refused >= tensors | {"scale"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_are_refused_after_the_same_call_without_grad_mode(name: str, driver: FakeDriver) -> None:
+    a = arguments(name, state=True)
+    for x in (n for n in a if isinstance(a[n], torch.Tensor)):
+        needy = a | {x: a[x].clone().requires_grad_()}
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                call(name, needy)
+                call(name, needy)
+            with pytest.raises(qla.UnsupportedError, match="no backward yet") as caught:
+                call(name, needy)
+            assert caught.value.argument == x
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_boundaries_are_read_again_in_every_warm_call(name: str, driver: FakeDriver) -> None:
+    a = packed([0, 5, 5, 12])(arguments(name))
+    a["cu_seqlens_cpu"] = a["cu_seqlens"].int()
+    for x in ("cu_seqlens", "cu_seqlens_cpu"):
+        call(name, a)
+        for bad in ([0, 5, 4, 12], [-1, 5, 5, 12], [0, 5, 5, 13]):
+            good = a[x].clone()
+            a[x].copy_(torch.tensor(bad))
+            launches = driver.launches
+            with pytest.raises(qla.UnsupportedError) as caught:
+                call(name, a)
+            assert caught.value.argument == x
+            assert driver.launches == launches
+            a[x].copy_(good)
+            call(name, a)
 
 
 @pytest.mark.parametrize("name", ALL)

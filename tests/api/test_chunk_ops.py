@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inputs
 import pytest
-import qla
 import reference
 import torch
+
+import qla
 
 CHUNK = 64
 # Factors are products inside one chunk; their errors stay below those of an output.

@@ -7,9 +7,10 @@ from typing import Any
 
 import inputs
 import pytest
-import qla
 import reference
 import torch
+
+import qla
 
 ALL = reference.FUNCTIONS
 GDN, DELTA, KDA, GLA = ALL

@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
+
 import qla
 
 # Those of flash-linear-attention 0.6.0.

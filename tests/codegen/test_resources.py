@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+
 from qla.codegen import elf, resources
 from qla.codegen.spec import KernelSpec, Limits, Source
 from qla.errors import UnsupportedError

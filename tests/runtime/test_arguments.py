@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from qla.codegen.spec import Field
 from qla.errors import LaunchError
 from qla.runtime.arguments import (

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from qla.codegen import elf
 from qla.codegen.spec import KernelSpec, Limits, Source
 from qla.errors import CompilationError, CompilerNotFoundError

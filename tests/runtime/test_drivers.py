@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from qla.codegen.spec import Field, KernelSpec, Limits, Source
 from qla.errors import LaunchError, UnsupportedError
 from qla.runtime import drivers
@@ -361,28 +362,28 @@ class Libcuda:
 def test_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Libcuda()
     monkeypatch.setattr(cuda, "_libcuda", lambda: library)
-    encode = cuda.TensorMapEncoder((2, 70, 4, 128), (35840, 512, 128, 1), torch.bfloat16, 64)
-    encoded = encode(4096)
+    maps = cuda.TensorMapEncoder((2, 70, 4, 128), (35840, 512, 128, 1), torch.bfloat16, 64)
+    encoded = maps[4096]
     assert encoded == (4096).to_bytes(8, "little") + b"m" * 120
     assert library.calls == [(9, 4, [128, 4, 70, 2], [256, 1024, 71680], [64, 1, 64, 1], [1] * 4, [0, 3, 3, 0])]
-    assert encode(4096) is encoded
-    encode(8192)
+    assert maps[4096] is encoded
+    maps[8192]
     assert len(library.calls) == 2
 
 
 def test_tensor_maps_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_libcuda", Libcuda)
-    encode = cuda.TensorMapEncoder((1, 70, 4, 64), (1, 256, 64, 1), torch.float16, 64)
+    maps = cuda.TensorMapEncoder((1, 70, 4, 64), (1, 256, 64, 1), torch.float16, 64)
     for i in range(1, 1000):
-        encode(16 * i)
-    assert len(encode._maps) == cuda._MAPS_KEPT
+        maps[16 * i]
+    assert len(maps) == cuda._MAPS_KEPT
 
 
 def test_tensor_map_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_libcuda", lambda: Libcuda(status=1))
-    encode = cuda.TensorMapEncoder((1, 70, 4, 64), (1, 256, 64, 1), torch.float16, 64)
+    maps = cuda.TensorMapEncoder((1, 70, 4, 64), (1, 256, 64, 1), torch.float16, 64)
     with pytest.raises(LaunchError, match=r"CUDA_ERROR_INVALID_VALUE for dims \[64, 4, 70, 1\]"):
-        encode(4096)
+        maps[4096]
     with pytest.raises(LaunchError, match="int8"):
         cuda.TensorMapEncoder((1, 70, 4, 64), (1, 256, 64, 1), torch.int8, 64)
 

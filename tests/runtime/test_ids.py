@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from qla.codegen.spec import Field, KernelSpec, Limits, Source
 from qla.runtime import ids
 from qla.runtime.compilers import CompilerIdentity

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from qla.codegen.spec import Field, KernelSpec, Limits, Source
 from qla.errors import CaptureError, LaunchError, UnsupportedError
 from qla.runtime import plan
@@ -217,7 +217,7 @@ def test_repeated_calls_pass_the_new_addresses_and_load_once(recorder: Recorder)
     "changes",
     [
         {"scale": 2.0},
-        {"lower_bound": 0.0},
+        {"gate_in_kernel": True, "lower_bound": -1.0},
         {"qk_l2norm": True},
         {"beta_sigmoid": True},
         {"beta_double": True},
@@ -229,8 +229,8 @@ def test_repeated_calls_pass_the_new_addresses_and_load_once(recorder: Recorder)
         {"g": torch.zeros(2, 4, 70).transpose(1, 2)},
         {"beta": torch.zeros(2, 70, 4)},
         {"beta": torch.zeros(2, 70, 8, dtype=torch.bfloat16)[..., ::2]},
-        {"A_log": torch.zeros(4)},
-        {"dt_bias": torch.zeros(4, dtype=torch.float16)},
+        {"gate_in_kernel": True, "A_log": torch.zeros(4)},
+        {"gate_in_kernel": True, "dt_bias": torch.zeros(4, dtype=torch.float16)},
         {"initial_state": torch.zeros(2, 4, 128, 128)},
         {"initial_state": torch.zeros(2, 4, 128, 256)[..., ::2]},
         {"q": torch.zeros(2, 2, 70, 128, dtype=torch.bfloat16).transpose(1, 2)},
@@ -281,22 +281,63 @@ def test_tensor_maps_describe_the_tensors(recorder: Recorder) -> None:
     assert {e[2:] for e in recorder.encoded} == {(torch.bfloat16, 64)}
 
 
-def test_small_tensors_that_are_not_contiguous(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    cu = torch.tensor([0, 9, 30, 9, 70, 9], dtype=torch.int64)[::2]
-    A_log = torch.arange(8.0)[::2]
-    seen: list[list[int]] = []
-    real_launch = recorder.launch
+def test_workspace_lives_until_both_stages_are_launched(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torch has the raw interface, and where a launch fails."""
+    events: list[Any] = []
 
-    def launch(kernel: Any, blocks: int, arguments: ArgumentBlock, stream: int) -> None:
-        address = kernel[1].unpack(arguments.view)["cu_seqlens"]
-        seen.append(list((ctypes.c_int64 * 3).from_address(address)))
-        real_launch(kernel, blocks, arguments, stream)
+    def allocate(size: int, stream: int) -> int:
+        events.append((size, stream))
+        return 4096 + 512
 
-    monkeypatch.setattr(recorder, "launch", launch)
-    _, a, b = launched(recorder, problem(B=1, cu_seqlens=cu, A_log=A_log, dt_bias=A_log))
-    assert seen == [[0, 30, 70]] * 2
-    assert a["A_log"] not in (0, A_log.data_ptr())
-    assert a["cu_seqlens"] == b["cu_seqlens"]
+    monkeypatch.setattr(plan, "_memory", lambda device: (allocate, events.append))
+    recorder.during = lambda: events.append("launch")
+    _, a, _b = launched(recorder, problem())
+    (size, stream), *rest = events
+    assert rest == ["launch", "launch", 4096 + 512]
+    assert stream == 77
+    assert a["ws_a"] == 5120
+    assert a["ws_rows"] + 4 * 4 * 1280 <= 4096 + 512 + size
+
+    def fail() -> None:
+        raise LaunchError("no")
+
+    recorder.during = fail
+    events.clear()
+    with pytest.raises(LaunchError):
+        plan.run(problem())
+    assert events == [(size, 77), 4096 + 512]
+
+
+def test_workspace_without_the_raw_interface_is_a_tensor_until_released() -> None:
+    memory = plan._TensorMemory(torch.device("cpu"))
+    addresses = [memory.allocate(5000, 0) for _ in range(3)]
+    assert len({*addresses, *memory.live}) == 3
+    for address in addresses:
+        assert memory.live[address].numel() == 5000
+        memory.release(address)
+    assert not memory.live
+
+
+def test_blocks_are_filled_again_only_for_other_addresses(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, other = problem(), problem()
+    plan.run(call)
+    (layout,) = plan._layouts.values()
+    layout.free.clear()
+    out, at = torch.empty_like(call.v), torch.empty(1 << 20, dtype=torch.uint8).data_ptr()
+    fills: list[tuple[int, ...]] = []
+    real_fill = layout._fill
+
+    def fill(blocks: Any, addresses: tuple[int, ...]) -> None:
+        fills.append(addresses)
+        real_fill(blocks, addresses)
+
+    monkeypatch.setattr(layout, "empty", lambda *a: out)
+    monkeypatch.setattr(layout, "allocate", lambda size, stream: at)
+    monkeypatch.setattr(layout, "release", lambda address: None)
+    monkeypatch.setattr(layout, "_fill", fill)
+    for each in (call, call, other, other, call):
+        assert launched(recorder, each)[1]["q"] == each.q.data_ptr()
+    assert [f[0] for f in fills] == [call.q.data_ptr(), other.q.data_ptr(), call.q.data_ptr()]
 
 
 @pytest.mark.parametrize("with_state", [True, False])

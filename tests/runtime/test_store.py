@@ -20,6 +20,7 @@ from typing import Any
 
 import filelock
 import pytest
+
 from qla.codegen.spec import KernelSpec, Limits, Source
 from qla.errors import CompilationError
 from qla.runtime import store as module

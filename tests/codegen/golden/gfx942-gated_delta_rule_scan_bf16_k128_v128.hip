@@ -1,0 +1,425 @@
+// gated_delta_rule_scan_bf16_k128_v128 for gfx942: the chain over chunks.
+// Rendered by qla-codegen. Build, with either command:
+//   hipcc --genco --offload-arch=gfx942 -O3 -std=c++17 -o gated_delta_rule_scan_bf16_k128_v128.co gated_delta_rule_scan_bf16_k128_v128.hip
+//   python -m ziglang clang -x hip --cuda-device-only -nogpulib -nogpuinc --offload-arch=gfx942 -mcode-object-version=5 -O3 -std=c++17 -S -emit-llvm -o gated_delta_rule_scan_bf16_k128_v128.ll gated_delta_rule_scan_bf16_k128_v128.hip && python -m ziglang clang --target=amdgcn-amd-amdhsa -mcpu=gfx942 -nogpulib -O3 -Xclang -disable-llvm-passes -c -x ir -o gated_delta_rule_scan_bf16_k128_v128.o gated_delta_rule_scan_bf16_k128_v128.ll && python -m ziglang ld.lld -shared -o gated_delta_rule_scan_bf16_k128_v128.co gated_delta_rule_scan_bf16_k128_v128.o
+
+#ifndef __global__  // a compiler without HIP's headers
+#define __global__ __attribute__((global))
+#define __device__ __attribute__((device))
+#define __shared__ __attribute__((shared))
+#endif
+#define DEV __device__ inline __attribute__((always_inline))
+#define WORKGROUP __attribute__((amdgpu_flat_work_group_size(THREADS, THREADS)))
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef u16 number;  // bf16
+
+constexpr int THREADS = 256;
+DEV int thread_id() { return __builtin_amdgcn_workitem_id_x(); }
+DEV int block_id() { return __builtin_amdgcn_workgroup_id_x(); }
+DEV int wave() { return __builtin_amdgcn_readfirstlane(thread_id() >> 6); }
+DEV int low_lane() { return thread_id() & 31; }   // lane of its half of a wave
+DEV int upper() { return thread_id() >> 5 & 1; }  // which half
+DEV void sync() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+
+// To the nearest bf16, ties to even, in the upper half of a word; a NaN stays one.
+DEV u32 round_bf16(float x) {
+  const u32 bits = __builtin_bit_cast(u32, x), rounded = bits + 0x7FFF + (bits >> 16 & 1);
+  return x == x ? rounded : 0x7FC00000;
+}
+DEV u32 pack(float lo, float hi) { return __builtin_amdgcn_perm(round_bf16(hi), round_bf16(lo), 0x07060302); }
+DEV float from_bf16(u16 x) { return __builtin_bit_cast(float, (u32)x << 16); }
+DEV float to_float(u16 x) { return from_bf16(x); }
+
+// ---- arguments: one block; strides in elements
+struct Args {
+  void* k;
+  void* q;
+  void* v;
+  void* ws_a;
+  void* ws_p;
+  void* ws_rows;
+  void* cu_seqlens;
+  void* initial_state;
+  void* final_state;
+  void* o;
+  i64 k_stride_b;
+  i64 k_stride_t;
+  i64 k_stride_h;
+  i64 k_stride_d;
+  i64 q_stride_b;
+  i64 q_stride_t;
+  i64 q_stride_h;
+  i64 q_stride_d;
+  i64 v_stride_b;
+  i64 v_stride_t;
+  i64 v_stride_h;
+  i64 v_stride_d;
+  i64 o_stride_b;
+  i64 o_stride_t;
+  i64 o_stride_h;
+  i64 initial_stride_n;
+  i64 initial_stride_h;
+  i64 initial_stride_k;
+  i64 initial_stride_v;
+  i64 final_stride_n;
+  i64 final_stride_h;
+  i64 final_stride_k;
+  i64 final_stride_v;
+  int batch;
+  int tokens;
+  int sequences;
+  int heads;
+  int value_heads;
+  int has_cu_seqlens;
+  int cu_is_int64;
+};
+
+constexpr int C = 64;  // tokens of a chunk
+constexpr int K = 128, V = 128;  // head dims
+
+// A sequence: rows [start, start + length) of batch row `batch`; its chunks use workspace slots from `slot` on.
+struct Sequence {
+  int batch, start, length, slot;
+};
+DEV i64 boundary(const Args& args, int n) {
+  return args.cu_is_int64 ? ((const i64*)args.cu_seqlens)[n] : ((const int*)args.cu_seqlens)[n];
+}
+DEV int clamp(i64 x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
+DEV Sequence sequence_at(const Args& args, int n) {
+  if (!args.has_cu_seqlens) return {n, 0, args.tokens, n * ((args.tokens + C - 1) / C)};
+  const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
+  return {0, start, end - start, start / C + n};
+}
+
+// ---- tiles in LDS, and what a lane gives to the matrix cores and gets from them
+typedef u32 Eight __attribute__((ext_vector_type(4), aligned(8)));  // numbers that lie side by side
+// A lane's numbers of a matrix operand: neighbours along k, of one row (A) or column (B).
+typedef u16 Four __attribute__((ext_vector_type(4)));
+template <int ROWS, int COLUMNS>
+struct SharedTile {
+  static constexpr int PITCH = COLUMNS + 4;
+  __attribute__((aligned(16))) number x[ROWS * PITCH];
+  DEV number& at(int row, int column) { return x[row * PITCH + column]; }
+  // Operand A of rows 32 block + (0 … 31) and columns 8 step + (0 … 7).
+  DEV Four operand(int block, int step) const { return *(const Four*)&x[(32 * block + low_lane()) * PITCH + 8 * step + 4 * upper()]; }
+};
+typedef float f32x16 __attribute__((ext_vector_type(16)));
+typedef short Numbers __attribute__((ext_vector_type(4)));
+// d[32, 32] + a[32, 8] b[8, 32].
+DEV f32x16 multiply(Four a, Four b, f32x16 d) {
+  return __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(__builtin_bit_cast(Numbers, a), __builtin_bit_cast(Numbers, b), d, 0, 0, 0);
+}
+typedef float f32x4 __attribute__((ext_vector_type(4)));
+typedef u32 u32x2 __attribute__((ext_vector_type(2)));
+DEV Four round_four(f32x4 x) { return __builtin_bit_cast(Four, u32x2{pack(x[0], x[1]), pack(x[2], x[3])}); }
+DEV f32x4 to_float(Four x) { return {to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3])}; }
+
+// ---- tiles as operands of a product: `operand(block, step)`, and which of them are `needed`
+template <int ROWS, int COLUMNS>
+struct Tile {
+  const SharedTile<ROWS, COLUMNS>& tile;
+  static constexpr bool needed(int, int) { return true; }
+  DEV Four operand(int block, int step) const { return tile.operand(block, step); }
+};
+// Zero above the diagonal.
+template <int ROWS>
+struct LowerTile {
+  const SharedTile<ROWS, ROWS>& tile;
+  static constexpr bool needed(int block, int step) { return 8 * step < 32 * (block + 1); }
+  DEV Four operand(int block, int step) const { return tile.operand(block, step); }
+};
+template <int ROWS, int COLUMNS>
+struct Transposed {
+  const SharedTile<ROWS, COLUMNS>& tile;
+  static constexpr bool needed(int, int) { return true; }
+  DEV Four operand(int block, int step) const {
+    const number* x = &tile.x[(8 * step + 4 * upper()) * tile.PITCH + 32 * block + low_lane()];
+    return {x[0], x[tile.PITCH], x[2 * tile.PITCH], x[3 * tile.PITCH]};
+  }
+};
+template <int ROWS, int COLUMNS>
+DEV Transposed<ROWS, COLUMNS> transposed(Tile<ROWS, COLUMNS> t) { return {t.tile}; }
+
+// ---- values in registers: a lane's number i is x[i / 4][i % 4], of a block x[i / 16][i % 16]
+DEV int row_of(int i) { return 8 * (i / 4) + 4 * upper() + i % 4; }
+template <int ROWS> struct Block { f32x16 x[ROWS / 32]; };
+template <int ROWS> struct Operand { Four x[ROWS / 8]; };
+template <int ROWS> struct HalfRows { Four x[ROWS / 8]; };
+template <int ROWS> struct FloatRows { f32x4 x[ROWS / 8]; };
+template <int BYTE> struct Shared { const unsigned char* rows; };
+
+// ---- products: d[rows, 32] (+)= tile · x, on the matrix cores
+template <int N, int R, class T>
+DEV void accumulate(Block<N>& d, T t, const Operand<R>& x) {
+#pragma unroll
+  for (int s = 0; s < R / 8; s++)
+#pragma unroll
+    for (int b = 0; b < N / 32; b++)
+      if (T::needed(b, s)) d.x[b] = multiply(t.operand(b, s), x.x[s], d.x[b]);
+}
+template <int N, int R, class T>
+DEV void product(Block<N>& d, T t, const Operand<R>& x) {
+#pragma unroll
+  for (int b = 0; b < N / 32; b++) d.x[b] = 0.f;
+  accumulate(d, t, x);
+}
+template <int N> DEV f32x4 four(const Block<N>& b, int s) {
+  const int i = 4 * (s % 4);
+  return {b.x[s / 4][i], b.x[s / 4][i + 1], b.x[s / 4][i + 2], b.x[s / 4][i + 3]};
+}
+template <int N> DEV void to_operand(Operand<N>& x, const Block<N>& b) {
+#pragma unroll
+  for (int s = 0; s < N / 8; s++) x.x[s] = round_four(four(b, s));
+}
+// x = round(b) and d = tile · x.
+template <int N, int R, class T>
+DEV void product_rounded(Block<N>& d, T t, Operand<R>& x, const Block<R>& b) {
+  to_operand(x, b);
+  product(d, t, x);
+}
+
+// ---- element by element; operands are widened, and rounded once
+template <int BYTE, int N> DEV void load_rows(HalfRows<N>& r, Shared<BYTE> v) {
+#pragma unroll
+  for (int s = 0; s < N / 8; s++) r.x[s] = *(const Four*)(v.rows + BYTE + 2 * row_of(4 * s));
+}
+template <int BYTE, int N> DEV void load_rows(FloatRows<N>& r, Shared<BYTE> v) {
+#pragma unroll
+  for (int s = 0; s < N / 8; s++) r.x[s] = *(const f32x4*)(v.rows + BYTE + 4 * row_of(4 * s));
+}
+template <int N> DEV void add_scaled(Operand<N>& x, const HalfRows<N>& r, const Block<N>& b) {
+#pragma unroll
+  for (int s = 0; s < N / 8; s++) x.x[s] = round_four(to_float(x.x[s]) + to_float(r.x[s]) * four(b, s));
+}
+template <int N> DEV void scaled_operand(Operand<N>& x, const HalfRows<N>& r, const Operand<N>& y) {
+#pragma unroll
+  for (int s = 0; s < N / 8; s++) x.x[s] = round_four(to_float(r.x[s]) * to_float(y.x[s]));
+}
+template <int N> DEV void scale_four(Block<N>& b, int s, f32x4 r) {
+#pragma unroll
+  for (int e = 0; e < 4; e++) b.x[s / 4][4 * (s % 4) + e] *= r[e];
+}
+template <int N> DEV void scale_rows(Block<N>& b, const FloatRows<N>& r) {
+#pragma unroll
+  for (int s = 0; s < N / 8; s++) scale_four(b, s, r.x[s]);
+}
+template <int BYTE, int N> DEV void scale(Block<N>& b, Shared<BYTE> v) {
+  const float factor = *(const float*)(v.rows + BYTE);
+#pragma unroll
+  for (int i = 0; i < N / 32; i++) b.x[i] *= factor;
+}
+template <int N> DEV void load_operand(Operand<N>& x, const Operand<N>& v) { x = v; }
+// Number (row, column) of a block becomes f(row, column).
+template <int N, class F> DEV void fill(Block<N>& b, F f) {
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) b.x[i / 16][i % 16] = f(row_of(i), low_lane());
+}
+// Calls f(row, column, number) for what this lane holds of a block.
+template <int N, class F> DEV void for_each(const Block<N>& b, F f) {
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) f(row_of(i), low_lane(), b.x[i / 16][i % 16]);
+}
+
+// ---- a chunk's tiles in LDS, and on their way there
+constexpr int RECORD = 528;  // bytes of the row vectors of a (chunk, value head)
+struct Tiles {
+  SharedTile<64, 128> K;
+  SharedTile<64, 128> Q;
+  SharedTile<64, 64> A;
+  SharedTile<64, 64> P;
+  __attribute__((aligned(16))) unsigned char rows[RECORD];
+};
+static_assert(sizeof(Tiles) == 51728);
+// A tile's numbers dealt out to the threads, eight at a time.
+template <int ROWS, int COLUMNS>
+struct Pieces {
+  static constexpr int ALL = ROWS * COLUMNS / 8, COUNT = (ALL + THREADS - 1) / THREADS;
+  Eight x[COUNT];
+  static DEV int row(int n) { return (thread_id() + n * THREADS) % ALL / (COLUMNS / 8); }
+  static DEV int column(int n) { return (thread_id() + n * THREADS) % (COLUMNS / 8) * 8; }
+  // From the workspace, where tiles lie row by row.
+  DEV void fetch(const void* from) {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) x[n] = *(const Eight*)((const number*)from + row(n) * COLUMNS + column(n));
+  }
+  DEV void put(SharedTile<ROWS, COLUMNS>& to) const {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) *(Eight*)&to.at(row(n), column(n)) = x[n];
+  }
+  // From a tensor of which `rows` rows may be read.
+  DEV void fetch(const number* from, i64 stride_t, int rows) {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) x[n] = *(const Eight*)(from + (row(n) < rows ? row(n) : rows - 1) * stride_t + column(n));
+  }
+  // Rows at and after `rows` become zero.
+  DEV void put(SharedTile<ROWS, COLUMNS>& to, int rows) const {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) *(Eight*)&to.at(row(n), column(n)) = row(n) < rows ? x[n] : Eight{0, 0, 0, 0};
+  }
+};
+// This wave's columns of a tensor's rows: no other wave needs them, so they go straight to an operand's place.
+template <int ROWS>
+struct ColumnPieces {
+  number x[ROWS / 2];
+  DEV void fetch(const number* from, i64 stride_t, int rows) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) x[i] = from[(row_of(i) < rows ? row_of(i) : rows - 1) * stride_t];
+  }
+  DEV void put(Operand<ROWS>& to, int rows) const {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) to.x[i / 4][i % 4] = row_of(i) < rows ? x[i] : (number)0;
+  }
+};
+
+// What this wave works on.
+struct Work {
+  Sequence sequence;
+  int value_head, column;
+  DEV int chunks() const { return (sequence.length + C - 1) / C; }
+  DEV int token(int chunk) const { return sequence.start + chunk * C; }
+  DEV int rows(int chunk) const { return sequence.length - chunk * C < C ? sequence.length - chunk * C : C; }
+};
+
+// K, Q, V, A, P, rows: `chunk` is the one on its way.
+struct Ring_K {
+  const Args& args;
+  const Work& work;
+  Tiles& tiles;
+  int chunk = 0;
+  Pieces<64, 128> next_K;
+  Pieces<64, 128> next_Q;
+  ColumnPieces<64> next_V;
+  Operand<64> operand_V;
+  Pieces<64, 64> next_A;
+  Pieces<64, 64> next_P;
+  Eight next_rows;
+  struct Rows {
+    const unsigned char* rows;
+    DEV Shared<0> minus_in() const { return {rows}; }
+    DEV Shared<128> left() const { return {rows}; }
+    DEV Shared<256> out() const { return {rows}; }
+    DEV Shared<512> decay() const { return {rows}; }
+  };
+  DEV Rows rows() const { return {tiles.rows}; }
+  DEV int rows_at() const { return 16 * (thread_id() < RECORD / 16 ? thread_id() : RECORD / 16 - 1); }
+  DEV Tile<64, 128> K() const { return {tiles.K}; }
+  DEV Tile<64, 128> Q() const { return {tiles.Q}; }
+  DEV const Operand<64>& V(int) const { return operand_V; }
+  DEV LowerTile<64> A() const { return {tiles.A}; }
+  DEV LowerTile<64> P() const { return {tiles.P}; }
+
+  DEV void fetch() {
+    const int token = work.token(chunk), rows = work.rows(chunk);
+    const i64 place = (i64)(work.sequence.slot + chunk) * args.value_heads + work.value_head;
+    next_K.fetch((const number*)args.k + work.sequence.batch * args.k_stride_b + token * args.k_stride_t + (work.value_head * args.heads / args.value_heads) * args.k_stride_h, args.k_stride_t, rows);
+    next_Q.fetch((const number*)args.q + work.sequence.batch * args.q_stride_b + token * args.q_stride_t + (work.value_head * args.heads / args.value_heads) * args.q_stride_h, args.q_stride_t, rows);
+    next_V.fetch((const number*)args.v + work.sequence.batch * args.v_stride_b + token * args.v_stride_t + work.value_head * args.v_stride_h + (work.column + low_lane()), args.v_stride_t, rows);
+    next_A.fetch((const number*)args.ws_a + place * 4096);
+    next_P.fetch((const number*)args.ws_p + place * 4096);
+    next_rows = *(const Eight*)((const unsigned char*)args.ws_rows + place * RECORD + rows_at());
+  }
+  DEV void put() {
+    const int rows = work.rows(chunk);
+    next_K.put(tiles.K, rows);
+    next_Q.put(tiles.Q, rows);
+    next_V.put(operand_V, rows);
+    next_A.put(tiles.A);
+    next_P.put(tiles.P);
+    *(Eight*)(tiles.rows + rows_at()) = next_rows;
+  }
+};
+// The chunk's tiles go to LDS, and the next chunk's set out.
+template <class R> DEV void land(R& ring) {
+  ring.put();
+  sync();
+  ring.chunk++;
+  if (ring.chunk < ring.work.chunks()) ring.fetch();
+}
+// All waves have read the tiles.
+template <class R> DEV void release(R&) { sync(); }
+
+extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const Args args) {
+  __shared__ Tiles tiles;
+  const int stream = wave();
+  const int value_head = block_id() % args.value_heads, n_sequence = block_id() / args.value_heads;
+  const int column = stream * 32;
+  const Work work{sequence_at(args, n_sequence), value_head, column};
+  const int chunks = work.chunks();
+  Block<128> S;
+  Block<64> O;
+  Operand<128> Sr;
+  Operand<64> Vr;
+  Operand<64> Or;
+  Block<64> U;
+  Block<64> V2;
+  Operand<64> W;
+  Operand<64> X;
+  HalfRows<64> minus_in;
+  HalfRows<64> left;
+  FloatRows<64> out;
+
+  auto store_rows = [&](const Operand<C>& x, int chunk) {
+    number* o = (number*)args.o + work.sequence.batch * args.o_stride_b + work.token(chunk) * args.o_stride_t + value_head * args.o_stride_h + column;
+    const i64 mine = row_of(0) * args.o_stride_t + low_lane();
+    const int rows = work.rows(chunk) - row_of(0);
+#pragma unroll
+    for (int i = 0; i < C / 2; i++) {
+      if (8 * (i / 4) + i % 4 < rows) o[mine] = x.x[i / 4][i % 4];
+      o += (i % 4 == 3 ? 5 : 1) * args.o_stride_t;
+    }
+  };
+
+  if (args.initial_state) {
+    const float* from = (const float*)args.initial_state + n_sequence * args.initial_stride_n + value_head * args.initial_stride_h + column * args.initial_stride_v;
+    fill(S, [&](int k, int v) { return from[k * args.initial_stride_k + v * args.initial_stride_v]; });
+  } else {
+    fill(S, [](int, int) { return 0.f; });
+  }
+
+  if (chunks > 0) {
+    Ring_K ring_K{args, work, tiles};
+    ring_K.fetch();
+    for (int n = 0; n < chunks; n++) {
+      // U = K S
+      land(ring_K);
+      product_rounded(U, ring_K.K(), Sr, S);
+      // O = Q S
+      product(O, ring_K.Q(), Sr);
+      // V, on the way to W
+      load_operand(W, ring_K.V(stream));
+      load_rows(minus_in, ring_K.rows().minus_in());
+      // row factors of V' and O
+      load_rows(left, ring_K.rows().left());
+      load_rows(out, ring_K.rows().out());
+      // W = V - in U
+      add_scaled(W, minus_in, U);
+      // V' = A W
+      product(V2, ring_K.A(), W);
+      // S = decay S
+      scale(S, ring_K.rows().decay());
+      // V' rounded
+      to_operand(Vr, V2);
+      // O = out O + P V'
+      scale_rows(O, out);
+      accumulate(O, ring_K.P(), Vr);
+      // S += Kt (left V')
+      scaled_operand(X, left, Vr);
+      accumulate(S, transposed(ring_K.K()), X);
+      release(ring_K);
+      // O rounded
+      to_operand(Or, O);
+      // O to memory
+      store_rows(Or, n);
+    }
+  }
+  if (args.final_state) {
+    float* to = (float*)args.final_state + n_sequence * args.final_stride_n + value_head * args.final_stride_h + column * args.final_stride_v;
+    for_each(S, [&](int k, int v, float x) { to[k * args.final_stride_k + v * args.final_stride_v] = x; });
+  }
+}

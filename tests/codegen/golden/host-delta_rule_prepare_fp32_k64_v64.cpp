@@ -1,0 +1,320 @@
+// delta_rule_prepare_fp32_k64_v64 for host: per chunk: gate sums, Gram products, triangular inverse.
+// Rendered by qla-codegen. Build:
+//   python -m ziglang c++ -std=c++20 -O3 -fno-math-errno -ffp-contract=fast -fassociative-math -fno-signed-zeros -fno-trapping-math -ffreestanding -nostdlib -fno-exceptions -fno-rtti -fPIC -shared -o delta_rule_prepare_fp32_k64_v64.so delta_rule_prepare_fp32_k64_v64.cpp
+
+#define DEV static inline __attribute__((always_inline))
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef float number;  // fp32
+
+constexpr int THREADS = 1;
+DEV int thread_id() { return 0; }
+DEV void sync() {}
+
+DEV float from_bf16(u16 x) { return __builtin_bit_cast(float, (u32)x << 16); }
+DEV float from_fp16(u16 x) { return (float)__builtin_bit_cast(_Float16, x); }
+DEV float to_number(float x) { return x; }
+DEV float to_float(float x) { return x; }
+DEV float round_(float x) { return to_float(to_number(x)); }
+
+// ---- arguments: one block; strides in elements
+struct Args {
+  void* q;
+  void* k;
+  void* cu_seqlens;
+  void* ws_a;
+  void* ws_p;
+  void* ws_rows;
+  void* beta;
+  i64 q_stride_b;
+  i64 q_stride_t;
+  i64 q_stride_h;
+  i64 q_stride_d;
+  i64 k_stride_b;
+  i64 k_stride_t;
+  i64 k_stride_h;
+  i64 k_stride_d;
+  i64 beta_stride_b;
+  i64 beta_stride_t;
+  i64 beta_stride_h;
+  int batch;
+  int tokens;
+  int sequences;
+  int heads;
+  int value_heads;
+  int has_cu_seqlens;
+  int cu_is_int64;
+  int flags;
+  int slots;
+  int beta_type;
+  float scale;
+  float lower_bound;
+};
+
+constexpr int C = 64;  // tokens of a chunk
+constexpr int K = 64, V = 64;  // head dims
+
+// A sequence: rows [start, start + length) of batch row `batch`; its chunks use workspace slots from `slot` on.
+struct Sequence {
+  int batch, start, length, slot;
+};
+DEV i64 boundary(const Args& args, int n) {
+  return args.cu_is_int64 ? ((const i64*)args.cu_seqlens)[n] : ((const int*)args.cu_seqlens)[n];
+}
+DEV int clamp(i64 x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
+DEV Sequence sequence_at(const Args& args, int n) {
+  if (!args.has_cu_seqlens) return {n, 0, args.tokens, n * ((args.tokens + C - 1) / C)};
+  const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
+  return {0, start, end - start, start / C + n};
+}
+
+// ---- functions without a library, relative error about 1e-7
+DEV float exp_(float x) {
+  x = x < -87.f ? -87.f : x > 88.f ? 88.f : x;
+  const float n = __builtin_floorf(x * 1.44269504f + 0.5f);
+  const float r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
+  const float p = 1.f + r * (1.f + r * (0.5f + r * (1.66666667e-1f + r * (4.16666667e-2f + r * (8.33333333e-3f + r * 1.38888889e-3f)))));
+  return p * __builtin_bit_cast(float, ((int)n + 127) << 23);
+}
+DEV float log1p_(float x) {
+  const u32 bits = __builtin_bit_cast(u32, 1.f + x) + (0x3F800000 - 0x3F3504F3);  // mantissa in [sqrt 1/2, sqrt 2)
+  const float e = (float)((int)(bits >> 23) - 127), m = __builtin_bit_cast(float, (bits & 0x7FFFFF) + 0x3F3504F3);
+  const float s = (m - 1.f) / (m + 1.f), t = s * s;
+  const float log = e * 0.693147181f + 2.f * s * (1.f + t * (3.33333333e-1f + t * (2e-1f + t * (1.42857143e-1f + t * 1.11111111e-1f))));
+  return x < 1e-2f ? x * (1.f - x * (0.5f - x * (3.33333333e-1f - x * 0.25f))) : log;
+}
+DEV float rsqrt_(float x) { return 1.f / __builtin_sqrtf(x); }
+
+// ---- products: four rows by 64 columns at a time stay in registers
+typedef float Vec __attribute__((vector_size(64), aligned(4)));
+// d[ROWS][COLUMNS] (+)= sum over i < count(row) of t[row * row_stride + i * inner_stride] * x[i][COLUMNS]
+template <bool SET, int ROWS, int COLUMNS, class F>
+static void multiply(float* d, const float* t, int row_stride, int inner_stride, const float* x, F count) {
+  constexpr int WIDTH = COLUMNS < 64 ? COLUMNS / 16 : 4;
+  for (int column = 0; column < COLUMNS; column += 16 * WIDTH)
+    for (int row = 0; row < ROWS; row += 4) {
+      Vec sum[4][WIDTH];
+      for (int r = 0; r < 4; r++)
+        for (int c = 0; c < WIDTH; c++) sum[r][c] = SET ? Vec{} : *(const Vec*)(d + (row + r) * COLUMNS + column + 16 * c);
+      for (int i = 0; i < count(row + 3); i++)
+        for (int r = 0; r < 4; r++)
+          for (int c = 0; c < WIDTH; c++) sum[r][c] += t[(row + r) * row_stride + i * inner_stride] * *(const Vec*)(x + i * COLUMNS + column + 16 * c);
+      for (int r = 0; r < 4; r++)
+        for (int c = 0; c < WIDTH; c++) *(Vec*)(d + (row + r) * COLUMNS + column + 16 * c) = sum[r][c];
+    }
+}
+
+#define FOR_EACH(i, n) for (int i = 0; i < (n); i++)
+#define FOR_TEAM(i, n) FOR_EACH(i, n)
+constexpr int TEAMS = 1;
+DEV int team() { return 0; }
+DEV void sync_team() {}
+constexpr int LOWER = C * C;  // floats of a lower triangular matrix
+DEV int lower_at(int r, int c) { return r * C + c; }
+template <int ROWS, int COLUMNS>
+struct SharedTile {
+  float x[ROWS * COLUMNS];
+  float get(int row, int column) { return x[row * COLUMNS + column]; }
+};
+// Rows of a tensor into a tile; rows at and after `rows` become zero.
+template <int COLUMNS>
+DEV void load_tile(SharedTile<C, COLUMNS>& to, const number* from, i64 stride_t, i64 stride_d, int rows) {
+  for (int row = 0; row < C; row++)
+    for (int d = 0; d < COLUMNS; d++) to.x[row * COLUMNS + d] = row < rows ? to_float(from[row * stride_t + d * stride_d]) : 0.f;
+}
+DEV void sync_tiles() {}
+
+// ---- tiles in memory are row by row: piece i of one holds eight neighbours from (row, column) on
+struct Place { int row, column; };
+template <int ROWS, int COLUMNS> DEV Place image_place(int i) { return {i / (COLUMNS / 8), i % (COLUMNS / 8) * 8}; }
+DEV void store_eight(void* to, i64 i, const float* x) {
+  for (int e = 0; e < 8; e++) ((number*)to)[8 * i + e] = to_number(x[e]);
+}
+template <int ROWS, int COLUMNS> DEV int image_pair(int row, int column) { return (row * COLUMNS + column) / 2; }
+DEV void store_pair(void* to, i64 i, float lo, float hi) {
+  ((number*)to)[2 * i] = to_number(lo);
+  ((number*)to)[2 * i + 1] = to_number(hi);
+}
+template <int ROWS> DEV int row_place(int r) { return r; }
+
+// ---- Gram products: [C, C] = a bᵀ
+struct Square { float x[C * C]; };
+static Square gram(SharedTile<C, K>& a, SharedTile<C, K>& b) {
+  Square s;
+  float transposed[K * C];
+  for (int d = 0; d < K; d++)
+    for (int r = 0; r < C; r++) transposed[d * C + r] = b.x[r * K + d];
+  multiply<true, C, C>(s.x, a.x, K, 1, transposed, [](int) { return K; });
+  return s;
+}
+// Calls f(r, c, row(r), {column(c), column(c + 1)}, a's pair, b's pair) for pairs of neighbours of two products.
+template <class R, class S, class F> DEV void for_pairs(const Square& a, const Square& b, R row, S column, F f) {
+  for (int r = 0; r < C; r++)
+    for (int c = 0; c < C; c += 2) {
+      const decltype(column(0)) columns[2] = {column(c), column(c + 1)};
+      f(r, c, row(r), columns, a.x + r * C + c, b.x + r * C + c);
+    }
+}
+// Gates become their sums from the start on; `rest` the sums of those after each.
+DEV void sum_gates(float* G, float* rest) {
+  float sum = 0.f;
+  for (int r = C - 1; r >= 0; r--) {
+    rest[r] = sum;
+    sum += G[r];
+  }
+  for (int r = 1; r < C; r++) G[r] += G[r - 1];
+}
+
+// x (strictly lower) becomes (I + x)⁻¹, row by row.
+static void solve_unit_lower(float* x) {
+  for (int r = 0; r < C; r++) {
+    float row[C];
+    for (int c = 0; c < C; c++) row[c] = c == r ? 1.f : 0.f;
+    for (int m = 0; m < r; m++)
+      for (int c = 0; c <= m; c++) row[c] -= x[r * C + m] * x[m * C + c];
+    for (int c = 0; c < C; c++) x[r * C + c] = row[c];
+  }
+}
+
+// ---- numbers whose type the caller chose: 0 float, 1 bf16, 2 fp16
+DEV float load_number(const void* p, i64 at, int type) {
+  return type == 0 ? ((const float*)p)[at] : type == 1 ? from_bf16(((const u16*)p)[at]) : from_fp16(((const u16*)p)[at]);
+}
+constexpr int L2NORM = 1, BETA_SIGMOID = 2, BETA_DOUBLE = 4, GATE_IN_KERNEL = 8, LOWER_BOUND = 16;  // flags
+DEV float beta_of(const Args& args, i64 at) {
+  float x = load_number(args.beta, at, args.beta_type);
+  if (args.flags & BETA_SIGMOID) x = 1.f / (1.f + exp_(-x));
+  return args.flags & BETA_DOUBLE ? 2.f * x : x;
+}
+
+// ---- the record of a (chunk, value head): bytes of its vectors
+constexpr int RECORD = 768, MINUS_IN = 0, LEFT = 256, OUT = 512;
+DEV void put_row(void* rows, i64 place, int vector, int at, float x) { *(float*)((char*)rows + place * RECORD + vector + 4 * at) = x; }
+DEV void put_half_row(void* rows, i64 place, int vector, int at, float x) {
+  *(number*)((char*)rows + place * RECORD + vector + sizeof(number) * at) = to_number(x);
+}
+
+// ---- what the threads of a workgroup share
+struct Shared {
+  union {
+    struct { SharedTile<C, K> q, k; };  // tokens of the chunk, zero after the sequence's end
+    float L[TEAMS][LOWER];              // once their products are known
+  };
+  float G[TEAMS][C], rest[TEAMS][C], beta[TEAMS][C];
+  float q_norm[C], k_norm[C];
+};
+
+// What P and L take from a row and a column.
+struct Row { float G, scale, beta; };
+struct Column { float G, norm; };
+
+// Slot of a chunk -> its sequence: the last one whose first slot is not after it.
+DEV Sequence sequence_of_slot(const Args& args, int slot) {
+  if (!args.has_cu_seqlens) return sequence_at(args, slot / ((args.tokens + C - 1) / C));
+  int low = 0, high = args.sequences - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (boundary(args, middle) / C + middle <= slot) low = middle;
+    else high = middle - 1;
+  }
+  return sequence_at(args, low);
+}
+
+extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k64_v64(const Args* arguments, int begin, int end) {
+  const Args& args = *arguments;
+  auto workgroup = [&](int block) {
+  auto block_id = [&] { return block; };
+  Shared shared;
+  // ---- the chunk and the heads of its group
+  const int slot = block_id() / args.heads, head = block_id() % args.heads, group = args.value_heads / args.heads;
+  const Sequence sequence = sequence_of_slot(args, slot);
+  const int first = (slot - sequence.slot) * C;
+  const int rows = sequence.length - first < C ? sequence.length - first : C;
+  if (rows <= 0) return;
+  const i64 token = sequence.start + first;
+  const number* q = (const number*)args.q + sequence.batch * args.q_stride_b + token * args.q_stride_t + head * args.q_stride_h;
+  const number* k = (const number*)args.k + sequence.batch * args.k_stride_b + token * args.k_stride_t + head * args.k_stride_h;
+
+  for (int base = head * group; base < (head + 1) * group; base += TEAMS) {
+    const int count = (head + 1) * group - base < TEAMS ? (head + 1) * group - base : TEAMS;
+    const int value_head = base + team();
+    const i64 place = (i64)slot * args.value_heads + value_head;
+    float *const G = shared.G[team()], *const rest = shared.rest[team()];
+
+    // ---- the tiles; meanwhile, a team to a value head, G = sums of the gates from the chunk's start, `rest` those to its end
+    load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
+    load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
+    if (team() < count) {
+      const i64 beta = sequence.batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h;
+      FOR_TEAM(r, C) {
+        shared.beta[team()][r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
+        G[r] = 0.f;
+      }
+      sync_team();
+      sum_gates(G, rest);
+    }
+    sync_tiles();
+    FOR_EACH(i, 2 * C) {
+      const int r = i % C;
+      float norm = 1.f;
+      if (args.flags & L2NORM) {
+        float sum = 1e-6f;
+        for (int d = 0; d < K; d++) {
+          const float x = i < C ? shared.q.get(r, d) : shared.k.get(r, d);
+          sum += x * x;
+        }
+        norm = rsqrt_(sum);
+      }
+      (i < C ? shared.q_norm : shared.k_norm)[r] = norm;
+    }
+    sync();
+
+    // ---- K Kᵀ and Q Kᵀ, once for these heads
+    const Square KK = gram(shared.k, shared.k), QK = gram(shared.q, shared.k);
+
+    // ---- the factors of the chain's rows
+    if (team() < count) {
+      FOR_TEAM(r, C) {
+        const float in = exp_(G[r]);
+        put_half_row(args.ws_rows, place, MINUS_IN, row_place<C>(r), -in * shared.k_norm[r]);
+        put_half_row(args.ws_rows, place, LEFT, row_place<C>(r), exp_(rest[r]) * shared.k_norm[r]);
+        put_row(args.ws_rows, place, OUT, row_place<C>(r), args.scale * in * shared.q_norm[r]);
+      }
+    }
+    sync();
+
+    // ---- P and L of these heads
+    for (int t = 0; t < count; t++) {
+      const i64 place = (i64)slot * args.value_heads + base + t;
+      for_pairs(
+          QK, KK, [&](int r) { return Row{shared.G[t][r], args.scale * shared.q_norm[r], shared.beta[t][r] * shared.k_norm[r]}; },
+          [&](int c) { return Column{shared.G[t][c], shared.k_norm[c]}; },
+          [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
+            float p[2];
+            for (int e = 0; e < 2; e++) {
+              const float decay = column[e].norm * exp_(row.G - column[e].G);
+              p[e] = c + e <= r ? row.scale * decay * qk[e] : 0.f;
+              if (c / 16 <= r / 16) shared.L[t][lower_at(r, c) + e] = c + e < r ? row.beta * decay * kk[e] : 0.f;
+            }
+            store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
+          });
+    }
+    sync();
+
+    // ---- A = (I + L)⁻¹ diag(b), a head to a team
+    if (team() < count) {
+      solve_unit_lower(shared.L[team()]);
+      FOR_TEAM(i, C * C / 8) {
+        const Place p = image_place<C, C>(i);
+        float a[8];
+        for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? shared.L[team()][lower_at(p.row, p.column) + e] * shared.beta[team()][p.column + e] : 0.f;
+        store_eight(args.ws_a, place * C * C / 8 + i, a);
+      }
+    }
+    sync();
+  }
+
+  };
+  for (int block = begin; block < end; block++) workgroup(block);
+}

@@ -1,0 +1,248 @@
+"""The CDNA vocabulary: lane layouts against matmul, resources of compiled kernels, matrix instructions of the loop."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import cycle
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from qla.codegen import resources
+from qla.codegen.ops import OPS
+from qla.codegen.render import render
+from qla.codegen.spec import Dtype, KernelSpec
+from qla.runtime.compilers.zig import ZigHip
+from qla.targets import TARGETS
+
+Matrix = npt.NDArray[np.float64]
+CDNA = ("gfx942", "gfx950")
+LANES = 64
+
+
+# ---- lane layouts, as the instruction set defines them: [lane, number] of the registers of one wave
+
+
+def mfma(a: Matrix, b: Matrix, d: Matrix) -> Matrix:
+    """d + a b for a square product of 32 or 16 rows and columns; operands are `[lane, 4 or 8]`."""
+    size = 32 if d.shape[1] == 16 else 16
+    lane, width = np.arange(LANES), a.shape[1]
+    depth = LANES // size * width
+    left, right = np.zeros((size, depth)), np.zeros((depth, size))
+    for e in range(width):
+        k = width * (lane // size) + e
+        left[lane % size, k] = a[:, e]
+        right[k, lane % size] = b[:, e]
+    product, out = left @ right, d.copy()
+    for i in range(d.shape[1]):
+        row = 8 * (i // 4) + 4 * (lane // 32) + i % 4 if size == 32 else 4 * (lane // 16) + i
+        out[:, i] += product[row, lane % size]
+    return out
+
+
+def transposing_read(rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], tile: Matrix) -> Matrix:
+    """`ds_read_b64_tr_b16`: in each 16 lanes, lane i is given number i of the four rows that they read in fours."""
+    read = np.stack([tile[rows, columns + e] for e in range(4)], axis=1)
+    given = np.empty((LANES, 4))
+    for lane in range(LANES):
+        for e in range(4):
+            given[lane, e] = read[lane // 16 * 16 + 4 * e + lane % 16 // 4, lane % 4]
+    return given
+
+
+# ---- the vocabulary's index maps (templates/tile/cdna.j2)
+
+
+def row_of(i: int) -> npt.NDArray[np.int64]:
+    return 8 * (i // 4) + 4 * (np.arange(LANES) // 32) + i % 4
+
+
+def plain(tile: Matrix, block: int, step: int) -> Matrix:
+    lane = np.arange(LANES)
+    return np.stack([tile[32 * block + lane % 32, 8 * step + 4 * (lane // 32) + e] for e in range(4)], axis=1)
+
+
+def gathered(tile: Matrix, block: int, step: int) -> Matrix:
+    lane = np.arange(LANES)
+    return np.stack([tile[8 * step + 4 * (lane // 32) + e, 32 * block + lane % 32] for e in range(4)], axis=1)
+
+
+def read_transposed(tile: Matrix, block: int, step: int) -> Matrix:
+    lane = np.arange(LANES)
+    row = 8 * step + 4 * (lane // 32) + lane % 16 // 4
+    return transposing_read(row, 32 * block + (lane % 32 & 16) + lane % 4 * 4, tile)
+
+
+VIEWS = {"plain": plain, "gathered": gathered, "read_transposed": read_transposed}
+
+
+def held(matrix: Matrix) -> Matrix:
+    """A column block [rows, 32] as `[lane, rows / 2]`; numbers 4 s … 4 s + 3 are also the operand of k-step s."""
+    return np.stack([matrix[row_of(i), np.arange(LANES) % 32] for i in range(len(matrix) // 2)], axis=1)
+
+
+@pytest.mark.parametrize("k", [8, 16])
+@pytest.mark.parametrize("view", VIEWS)
+def test_products_of_held_blocks(view: str, k: int) -> None:
+    numbers = np.random.default_rng(0)
+    rows, depth = 64, 128
+    tile, x = numbers.standard_normal((rows, depth)), numbers.standard_normal((depth, 32))
+    stored = tile if view == "plain" else np.ascontiguousarray(tile.T)
+    operand, steps = held(x), k // 8
+    blocks = []
+    for block in range(rows // 32):
+        d = np.zeros((LANES, 16))
+        for s in range(0, depth // 8, steps):
+            # Two steps side by side: not the instruction's order of k, but the same one for both operands.
+            a = np.concatenate([VIEWS[view](stored, block, s + i) for i in range(steps)], axis=1)
+            d = mfma(a, operand[:, 4 * s : 4 * (s + steps)], d)
+        blocks.append(d)
+    np.testing.assert_allclose(np.concatenate(blocks, axis=1), held(tile @ x), atol=1e-12)
+
+
+def test_gram_square() -> None:
+    numbers = np.random.default_rng(1)
+    a, b = numbers.standard_normal((64, 64)), numbers.standard_normal((64, 64))
+    found = np.empty((64, 64))
+    for wave in range(4):
+        d = np.zeros((LANES, 16))
+        for s in range(8):
+            d = mfma(plain(b, wave % 2, s), plain(a, wave // 2, s), d)  # transposed
+        for i in range(16):
+            found[wave // 2 * 32 + np.arange(LANES) % 32, wave % 2 * 32 + row_of(i)] = d[:, i]
+    np.testing.assert_allclose(found, a @ b.T, atol=1e-12)
+
+
+def test_square_of_decayed_gram() -> None:
+    numbers, lane = np.random.default_rng(2), np.arange(LANES)
+    a, b = numbers.standard_normal((16, 64)), numbers.standard_normal((16, 64))
+    d = np.zeros((LANES, 4))
+    for first in range(0, 64, 16):
+        x, y = (np.stack([m[lane % 16, first + lane // 16 * 4 + e] for e in range(4)], axis=1) for m in (a, b))
+        d = mfma(x, y, d)
+    found = np.empty((16, 16))
+    for i in range(4):
+        found[lane // 16 * 4 + i, lane % 16] = d[:, i]
+    np.testing.assert_allclose(found, a @ b.T, atol=1e-12)
+
+
+def test_reduce_scatter_and_its_triangles() -> None:
+    x = np.random.default_rng(3).standard_normal((LANES, LANES))
+    sums, lane = x.copy(), np.arange(LANES)
+    for offset in (32, 16, 8, 4, 2, 1):
+        high = (lane & offset).astype(bool)
+        for i in range(offset):
+            sent = np.where(high, sums[:, i], sums[:, i + offset])
+            sums[:, i] = np.where(high, sums[:, i + offset], sums[:, i]) + sent[lane ^ offset]
+    np.testing.assert_allclose(sums[:, 0], x.sum(axis=0), atol=1e-12)
+
+    places: list[list[tuple[int, int]]] = [[], []]
+    for index in range(LANES):
+        strict = int(index >= 36)
+        n = index - 36 * strict
+        r = strict + sum(j + strict < 8 and n >= j * (j + 1) // 2 for j in range(1, 8))
+        places[strict].append((r, n - r * (r + 1 - 2 * strict) // 2))
+    for strict in (0, 1):
+        assert places[strict] == [(r, c) for r in range(8) for c in range(r + 1 - strict)]
+
+
+def test_rounding_to_bf16_without_an_instruction() -> None:
+    bits = np.random.default_rng(4).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
+    halves = np.array([0, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF, 0xFF80, 0xFFFF, 0x3F80, 0x3F81], dtype=np.uint32) << 16
+    bits = np.concatenate([bits, *(halves + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF))]).astype(np.uint32)
+    x = bits.view(np.float32)
+    rounded = np.where(np.isnan(x), np.uint32(0x7FC00000), bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+    found = torch.from_numpy((rounded << 16).astype(np.uint32).view(np.float32))
+    expected = torch.from_numpy(x).bfloat16().float()
+    assert torch.equal(found.nan_to_num(0.5, 2.0, -2.0), expected.nan_to_num(0.5, 2.0, -2.0))
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
+# ---- compiled kernels
+
+
+def choices() -> Iterator[KernelSpec]:
+    """Each op and stage on each target; dtypes, head dims and loads go round, out of step with each other."""
+    dims = cycle([(128, 128), (64, 128), (128, 64), (64, 64), (128, 128)])
+    others = cycle([("bf16", "tile"), ("fp16", "strided"), ("fp16", "tile"), ("bf16", "strided")])
+    dtype: Dtype
+    for target in CDNA:
+        for op in OPS:
+            for stage in ("prepare", "scan"):
+                for saves in (False, True) if op in ("delta_rule", "gla") else (False,):
+                    (dk, dv), (dtype, loads) = next(dims), next(others)  # type: ignore[assignment]
+                    yield KernelSpec(op, stage, dtype, dk, dv, target, loads, saves)  # type: ignore[arg-type]
+
+
+# Most threads for a lane's registers and the most pieces on their way: two waves land what four do elsewhere.
+TIGHTEST = [KernelSpec("delta_rule", "scan", "fp16", 128, 64, target, "strided", True) for target in CDNA]
+
+
+@pytest.mark.parametrize("spec", [*choices(), *TIGHTEST], ids=lambda spec: f"{spec.target}-{spec.name}")
+def test_no_scratch_and_lds_within_limits(spec: KernelSpec) -> None:
+    source, target = render(spec), TARGETS[spec.target]
+    binary = ZigHip(target).compile(source)
+    found = resources.report(binary.data, binary.log, target)
+    assert binary.log == ""
+    assert (found.scratch_bytes, found.spill_bytes) == (0, 0)
+    assert 0 < found.shared_bytes <= source.limits.shared_bytes <= target.shared_limit
+    assert found.registers <= 512
+
+
+def matrix_instructions(assembly: str) -> Counter[str]:
+    """How many there are per loop, by its header's label; those outside of loops under the empty string."""
+    found: Counter[str] = Counter()
+    loop, label, heading = "", "", False
+    for line in assembly.splitlines():
+        if start := re.match(r"\.L(BB\w+):|; %bb\.", line):
+            loop, label, heading = "", start[1] or "", True
+        elif not line.lstrip().startswith(";"):
+            heading = False
+        if heading:  # a block's label and the comments after it, which name its loop
+            header = re.search(r"in Loop: Header=(\w+)", line)
+            loop = header[1] if header else label if "Loop Header" in line else loop
+        found[loop] += line.lstrip().startswith("v_mfma")
+    return +found
+
+
+@pytest.mark.parametrize("target", CDNA)
+@pytest.mark.parametrize(
+    ("op", "dtype", "dk"),
+    [("gated_delta_rule", "bf16", 128), ("delta_rule", "fp16", 64), ("kda", "fp16", 128), ("gla", "bf16", 64)],
+)
+def test_matrix_instructions_of_the_chain(target: str, op: str, dtype: Dtype, dk: int) -> None:
+    facts = TARGETS[target]
+    source = render(KernelSpec(op, "scan", dtype, dk, 128, target))
+    C, depth = facts.chunk[OPS[op].gate], facts.facts["mfma_k"]
+    blocks = C // 32
+    lower = sum(32 * (block + 1) // depth for block in range(blocks))  # of A or P: nothing above the diagonal
+    keys = blocks * dk // depth  # U or Q S
+    update = dk // 32 * C // depth
+    expected = (keys + lower) * (1 + OPS[op].delta) + update
+    found = matrix_instructions(ZigHip(facts).assembly(source))
+    assert list(found.values()) == [expected]
+    assert "" not in found
+
+
+def test_states_are_saved_every_64_tokens() -> None:
+    ends = {"gfx942": ("if (chunk % 2 == 0) save(chunk / 2);", "save((chunks + 1) / 2);"), "gfx950": ("save(chunks);",)}
+    for target, lines in ends.items():
+        text = render(KernelSpec("gla", "scan", "bf16", 64, 64, target, saves=True)).text
+        assert all(line in text for line in lines)
+
+
+def test_bf16_is_rounded_by_the_hardware_that_can() -> None:
+    for target, instruction in zip(CDNA, ("v_perm_b32", "v_cvt_pk_bf16_f32"), strict=True):
+        source = render(KernelSpec("gla", "scan", "bf16", 64, 64, target))
+        assert resources.count_instructions(ZigHip(TARGETS[target]).assembly(source))[instruction] > 0
+
+
+@pytest.mark.parametrize(("target", "reads"), [("gfx942", 0), ("gfx950", 16)])
+def test_transposing_reads(target: str, reads: int) -> None:
+    source = render(KernelSpec("gated_delta_rule", "scan", "bf16", 64, 64, target))
+    counts = resources.count_instructions(ZigHip(TARGETS[target]).assembly(source))
+    assert counts["ds_read_b64_tr_b16"] == reads

@@ -1,0 +1,144 @@
+"""The targets' data: names that exist, schedules that name real steps and tiles, limits that make sense."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from qla.codegen.ops import OPS
+from qla.codegen.program import Program
+from qla.codegen.render import environment, render, schedule_of
+from qla.codegen.spec import HEAD_DIMS, KernelSpec
+from qla.targets import TARGETS
+
+every_target = pytest.mark.parametrize("name", TARGETS)
+
+# Of one workgroup: what the vendor's programming guides give as the most that a kernel may ask for.
+MOST_SHARED = {"sm_90a": 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024, "host": 0}
+WAVES = {"sm_90a": 32, "gfx942": 64, "gfx950": 64, "host": 1}
+
+
+def programs() -> list[Program]:
+    """What the scan template declares, for every op with and without saved states."""
+    found = []
+    for op in OPS.values():
+        for saves in (False, True):
+            program = Program()
+            environment().get_template("kernels/scan.j2").render(
+                delta=op.delta, gate=op.gate, saves=saves, loads="tile", C=64, K=128, V=64, columns=64,
+                tile=program.tile, vector=program.vector, register=program.register, step=program.step,
+            )  # fmt: skip
+            found.append(program)
+    return found
+
+
+STEPS = {step for program in programs() for step in program.steps}
+TILES = {tile for program in programs() for tile in program.tiles} | {"rows"}
+
+
+def test_the_targets_are_the_four_that_are_promised() -> None:
+    assert list(TARGETS) == ["sm_90a", "gfx942", "gfx950", "host"]
+
+
+@every_target
+def test_a_target_is_registered_under_its_own_name(name: str) -> None:
+    assert TARGETS[name].name == name
+    assert f"tile/{TARGETS[name].vocabulary}.j2" in environment().list_templates()
+    assert f"tile/{TARGETS[name].vocabulary}_scan.j2" in environment().list_templates()
+
+
+@every_target
+def test_numbers_make_sense(name: str) -> None:
+    target = TARGETS[name]
+    assert target.shared_limit == MOST_SHARED[name]
+    assert target.wave == WAVES[name]
+    assert 0 < target.threads <= 1024
+    assert target.threads % target.wave == 0
+    assert set(target.chunk) == {op.gate for op in OPS.values()} == {"none", "head", "channel"}
+    # Saved states are 64 tokens apart.
+    assert all(chunk in (16, 32, 64) for chunk in target.chunk.values())
+    assert set(target.dtypes) >= {"bf16", "fp16"}
+    assert all(target.columns(dv) and dv % target.columns(dv) == 0 for dv in HEAD_DIMS)
+
+
+@every_target
+def test_every_workgroup_has_its_number_of_threads(name: str) -> None:
+    target = TARGETS[name]
+    for schedule in target.schedules:
+        for dv in HEAD_DIMS:
+            streams = min(schedule.streams, dv // target.columns(dv))
+            threads = target.scan_threads(streams)
+            assert threads % target.wave == 0
+            assert 0 < threads <= 1024
+            assert dv % (streams * target.columns(dv)) == 0
+
+
+@every_target
+def test_build_commands_name_the_architecture_and_both_files(name: str) -> None:
+    target = TARGETS[name]
+    source = {"cuda": "{name}.cu", "hip": "{name}.hip", "c++": "{name}.cpp"}[target.language]
+    binary = {"cuda": "{name}.cubin", "hip": "{name}.co", "c++": "{name}.so"}[target.language]
+    commands = target.build.splitlines()
+    assert commands
+    for command in commands:
+        assert command.split()[0] in ("nvcc", "hipcc", "python")
+        assert source in command.split()
+        assert f"-o {binary}" in command
+        assert target.language == "c++" or name.removeprefix("sm_") in command
+        # What is built by hand computes what is built here; `-default-device` is for NVRTC, which has no host side.
+        assert {*target.flags} - {"-default-device"} <= {*command.split()}
+    assert all(flag.startswith("-") for flag in target.flags)
+    # NaN and infinity keep their meaning.
+    assert not any("fast-math" in flag or "finite" in flag for flag in target.flags)
+
+
+@every_target
+def test_the_default_schedule_is_the_first(name: str) -> None:
+    schedules = TARGETS[name].schedules
+    assert schedules
+    assert len({s.name for s in schedules}) == len(schedules)
+    assert schedule_of(KernelSpec("kda", "scan", "bf16", 64, 64, name)) is schedules[0]
+    for schedule in schedules:
+        assert schedule_of(KernelSpec("kda", "scan", "bf16", 64, 64, name, schedule=schedule.name)) is schedule
+
+
+@every_target
+def test_schedules_name_known_steps_and_tiles_only(name: str) -> None:
+    for schedule in TARGETS[name].schedules:
+        entries = [entry.removeprefix(">") for entry in schedule.order if entry != "await"]
+        landed = [entry.removeprefix("land ") for entry in entries if entry.startswith("land ")]
+        steps = [re.sub(r":.*", "", entry) for entry in entries if not entry.startswith("land ")]
+        assert set(steps) == STEPS, "a step that no op has is a misspelled one"
+        assert set(landed) <= TILES
+        tiles = " ".join(schedule.rings).split()
+        assert sorted(tiles) == sorted(TILES)
+        assert all(depth >= 1 for depth in schedule.rings.values())
+        assert schedule.streams >= 1
+        assert schedule.unroll >= 1
+
+
+def test_hopper_has_a_serial_and_a_skewed_schedule_and_amd_a_serial_one() -> None:
+    ahead = {s.name: any(entry.startswith(">") for entry in s.order) for s in TARGETS["sm_90a"].schedules}
+    assert ahead == {"skewed": True, "serial": False}
+    for name in ("gfx942", "gfx950"):
+        assert "serial" in {s.name for s in TARGETS[name].schedules}
+
+
+@every_target
+def test_every_schedule_renders_for_every_op(name: str) -> None:
+    for schedule in TARGETS[name].schedules:
+        for op in OPS:
+            source = render(KernelSpec(op, "scan", "bf16", 128, 128, name, schedule=schedule.name))
+            assert source.limits.shared_bytes <= TARGETS[name].shared_limit
+            assert source.limits.chunk == TARGETS[name].chunk[OPS[op].gate]
+
+
+@every_target
+def test_a_target_is_data(name: str) -> None:
+    target = TARGETS[name]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        target.threads = 1  # type: ignore[misc]
+    values = [*target.facts.values(), *vars(target).values()]
+    assert not any(callable(value) for value in values)
