@@ -29,10 +29,8 @@ TARGET = Target(
         # before the state update: a shared-memory load issued while it runs waits some 250 cycles.
         Schedule(
             name="skewed",
-            order=(
-                "Vr", "S", "O", ">save", ">Sr", ">U", "out", "store", ">QS:1/2", ">V", ">decay:1/2",
-                ">W", ">V2", ">QS:2/2", ">rows", ">decay:2/2",
-            ),
+            order=("Vr", "land P", "S", "O", ">save", ">Sr", ">U", "out", "store", ">QS", ">V", ">rows", ">decay",
+                   ">land A", ">W", ">V2"),
             rings=_RINGS,
             unroll=3,
         ),

@@ -25,7 +25,15 @@ from qla.errors import ScheduleError
 from qla.targets import TARGETS, Schedule
 
 HOPPER = TARGETS["sm_90a"]
-SERIAL, SKEWED = HOPPER.schedules
+SERIAL = HOPPER.schedules[0]
+# Skewed, with products and the decay in parts.
+SKEWED = replace(
+    HOPPER.schedules[1],
+    order=(
+        *("Vr", "S", "O", ">save", ">Sr", ">U", "out", "store", ">QS:1/2", ">V", ">decay:1/2"),
+        *(">W", ">V2", ">QS:2/2", ">rows", ">decay:2/2"),
+    ),
+)
 CHUNKS = range(1, 9)
 
 
