@@ -167,6 +167,7 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
         **context,
         abi=abi,
         vocabulary=f"tile/{target.vocabulary}.j2",
+        prepare_vocabulary=f"tile/{target.vocabulary}_prepare.j2",
         record=program.record,
         record_offsets=offsets,
         record_bytes=record_bytes,
