@@ -104,7 +104,7 @@ def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int) -> i
     lower = (blocks * (blocks + 1) // 2 * 1280 if teams > 1 else matrix) * op.delta
     tiles = 2 * chunk * (dk + pad) * 2
     if op.gate == "channel":
-        total = max(tiles, lower) + chunk * (dk + 8) * 4 + matrix * (1 + op.delta) + chunk * 4
+        total = max(tiles, lower) + chunk * (dk + 8) * 4 + blocks * dk * 4 + matrix * (1 + op.delta) + chunk * 4
     else:
         total = max(tiles, teams * lower) + 3 * teams * chunk * 4
     return -(-(total + 2 * chunk * 4) // _ALIGN) * _ALIGN

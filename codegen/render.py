@@ -159,6 +159,7 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
     buffers = tuple((t.source, t.rows * t.cols * element) for t in program.tiles.values() if t.workspace)
     buffers += (("rows", record_bytes),) if program.record else ()
     abi = prepare_abi(spec, buffers)
+    threads = target.threads[spec.features.gate]
     pad, teams = target.facts.get("tile_pad", 0), target.facts.get("teams", 1)
     shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, pad, teams)
     if 0 < target.shared_limit < shared_bytes:
@@ -171,10 +172,10 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
         record=program.record,
         record_offsets=offsets,
         record_bytes=record_bytes,
-        threads=target.threads,
+        threads=threads,
         shared_bytes=shared_bytes,
     )
-    limits = Limits(target.threads, shared_bytes if target.shared_limit else 0, 0, context["C"])
+    limits = Limits(threads, shared_bytes if target.shared_limit else 0, 0, context["C"])
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, buffers)
 
 

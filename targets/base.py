@@ -42,7 +42,7 @@ class Target:
     wave : lanes that run in lockstep (1 on host).
     shared_limit : bytes of shared memory (LDS) that one workgroup may use; 0 where there is no such limit.
     asynchronous : products run on beside the statements after them and must be awaited.
-    threads : of one workgroup of `prepare`.
+    threads : of one workgroup of `prepare`, by gate kind.
     block_columns : value columns of one column block; 0 for all of them.
     build : shell commands, one a line, each of which builds a rendered source whose file is called ``{name}``.
     chunk : tokens of a chunk, by gate kind.
@@ -58,7 +58,7 @@ class Target:
     wave: int
     shared_limit: int
     asynchronous: bool
-    threads: int
+    threads: Mapping[str, int]
     block_columns: int
     chunk: Mapping[str, int]
     schedules: tuple[Schedule, ...]

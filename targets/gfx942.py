@@ -10,7 +10,7 @@ TARGET = Target(
     wave=64,
     shared_limit=65536,
     asynchronous=False,
-    threads=256,
+    threads={"none": 256, "head": 256, "channel": 256},
     block_columns=32,
     # Chunks of 32 where gates are per channel: keys come in two forms, and with 64 tokens neither stage fits in LDS.
     chunk={"none": 64, "head": 64, "channel": 32},

@@ -13,7 +13,7 @@ TARGET = Target(
     wave=32,
     shared_limit=232448,
     asynchronous=True,
-    threads=128,
+    threads={"none": 128, "head": 128, "channel": 256},
     block_columns=64,
     chunk={"none": 64, "head": 64, "channel": 64},
     schedules=(
@@ -39,6 +39,6 @@ TARGET = Target(
     build="nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -ftz=true -o {name}.cubin {name}.cu",
     # One column block: chain warpgroup, load warp, store warp. Two: a whole third warpgroup, so that setmaxnreg can
     # hand its registers over.
-    # In `prepare`, each of the four warps inverts the matrix of a value head.
+    # In `prepare`, each of the four warps inverts the matrix of a value head (with channel gates there is one head).
     facts={"scan_threads": {1: 192, 2: 384}, "teams": 4},
 )
