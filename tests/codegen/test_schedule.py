@@ -283,7 +283,8 @@ class Warpgroup:
             self.lines("prologue")
             self.lines("drain")
             self.meet()
-            while self.n + unroll < chunks:
+            ahead = bool(chain.prologue)
+            while self.n + unroll + ahead <= chunks:
                 for ring in chain.rings:
                     # The template tells the compiler the slot where the passes agree on it.
                     at_start = (self.landed[ring.name] - chain.landed_ahead[ring.name]) % ring.depth
@@ -294,12 +295,13 @@ class Warpgroup:
                     self.n += 1
                 self.lines("drain")
                 self.meet()
-            while self.n + 1 < chunks:
+            while self.n + ahead < chunks:
                 self.lines("steady")
                 self.n += 1
                 self.lines("drain")
                 self.meet()
-            self.lines("epilogue")
+            if ahead:
+                self.lines("epilogue")
         self.meet()
         for ring, count in self.landed.items():
             if count != chunks:

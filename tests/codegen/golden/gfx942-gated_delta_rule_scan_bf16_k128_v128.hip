@@ -360,8 +360,8 @@ extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const 
   Block<64> V2;
   Operand<64> W;
   Operand<64> X;
-  HalfRows<64> minus_in;
   HalfRows<64> left;
+  HalfRows<64> minus_in;
   FloatRows<64> out;
 
   auto store_rows = [&](const Operand<C>& x, int chunk) {

@@ -145,6 +145,17 @@ DEV void load_tile(SharedTile<C, COLUMNS>& to, const number* from, i64 stride_t,
     *(Eight*)&to.at(i / (COLUMNS / 8), i % (COLUMNS / 8) * 8) = x[n];
   }
 }
+
+// The sum of the squares of a tile's row.
+template <int COLUMNS> DEV float row_square(SharedTile<C, COLUMNS>& t, int row) {
+  float sum = 0.f;
+  for (int column = 0; column < COLUMNS; column += 8) {
+    alignas(16) number x[8];
+    *(Eight*)x = *(const Eight*)&t.at(row, column);
+    for (int i = 0; i < 8; i++) sum += to_float(x[i]) * to_float(x[i]);
+  }
+  return sum;
+}
 DEV void sync_tiles() { sync(); }
 
 // ---- tiles in memory lie row by row: piece i of one holds eight neighbours from (row, column) on
@@ -344,6 +355,7 @@ struct Shared {
   };
   float KK[C * LD], beta[C];
   float G[C * LDG];  // sums of the gates
+  float run_sums[C / 16 * K];
   float QK[C * LD];
   float q_norm[C], k_norm[C];
 };
@@ -385,38 +397,38 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
   const number* q = (const number*)args.q + sequence.batch * args.q_stride_b + token * args.q_stride_t + head * args.q_stride_h;
   const number* k = (const number*)args.k + sequence.batch * args.k_stride_b + token * args.k_stride_t + head * args.k_stride_h;
 
-  // ---- the tiles; meanwhile G = sums of the gates of each channel: a thread keeps to its channels, 16 loads at a time
+  // ---- the tiles; meanwhile G = sums of the gates of each channel, in runs of 16 rows
   const i64 place = (i64)slot * args.value_heads + value_head;
   load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
   load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
 
   const i64 g = sequence.batch * args.g_stride_b + token * args.g_stride_t + value_head * args.g_stride_h;
-  FOR_EACH(d, K) {
-    float sum = 0.f;
-    for (int first_row = 0; first_row < C; first_row += 16) {
-      float x[16];
-      load_numbers(x, args.g, args.g_type, g + first_row * args.g_stride_t + d * args.g_stride_d, args.g_stride_t, rows - first_row);
+  FOR_EACH(i, C / 16 * K) {
+    const int d = i % K, run = i / K * 16;
+    float x[16], sum = 0.f;
+    load_numbers(x, args.g, args.g_type, g + run * args.g_stride_t + d * args.g_stride_d, args.g_stride_t, rows - run);
 #pragma unroll
-      for (int r = 0; r < 16; r++)
-        shared.G[(first_row + r) * LDG + d] = sum += first_row + r < rows ? gate_of(args, x[r], value_head, value_head * K + d) : 0.f;
-    }
-    put_row(args.ws_rows, place, DECAY, row_place<K>(d), exp_(sum));
+    for (int r = 0; r < 16; r++)
+      shared.G[(run + r) * LDG + d] = sum += run + r < rows ? gate_of(args, x[r], value_head, value_head * K + d) : 0.f;
+    shared.run_sums[i] = sum;
   }
   const i64 beta = sequence.batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h;
   FOR_EACH(r, C) shared.beta[r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
   sync_tiles();
   FOR_EACH(i, 2 * C) {
     const int r = i % C;
-    float norm = 1.f;
-    if (args.flags & L2NORM) {
-      float sum = 1e-6f;
-      for (int d = 0; d < K; d++) {
-        const float x = i < C ? shared.q.get(r, d) : shared.k.get(r, d);
-        sum += x * x;
-      }
-      norm = rsqrt_(sum);
-    }
+    const float norm = args.flags & L2NORM ? rsqrt_(1e-6f + row_square(i < C ? shared.q : shared.k, r)) : 1.f;
     (i < C ? shared.q_norm : shared.k_norm)[r] = norm;
+  }
+  sync();
+
+  // ---- the runs follow one another
+  FOR_EACH(i, C / 16 * K) {
+    const int d = i % K, run = i / K * 16;
+    float before = 0.f;
+    for (int j = d; j < i; j += K) before += shared.run_sums[j];
+    for (int r = 0; r < 16; r++) shared.G[(run + r) * LDG + d] += before;
+    if (run == C - 16) put_row(args.ws_rows, place, DECAY, row_place<K>(d), exp_(before + shared.run_sums[i]));
   }
   sync();
 
@@ -467,4 +479,4 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
   }
 
 }
-static_assert(sizeof(Shared) <= 104448, "more LDS than the launch was told");
+static_assert(sizeof(Shared) <= 106496, "more LDS than the launch was told");

@@ -123,6 +123,12 @@ DEV void load_tile(SharedTile<C, COLUMNS>& to, const number* from, i64 stride_t,
   for (int row = 0; row < C; row++)
     for (int d = 0; d < COLUMNS; d++) to.x[row * COLUMNS + d] = row < rows ? to_float(from[row * stride_t + d * stride_d]) : 0.f;
 }
+// The sum of the squares of a tile's row.
+template <int COLUMNS> DEV float row_square(SharedTile<C, COLUMNS>& t, int row) {
+  float sum = 0.f;
+  for (int d = 0; d < COLUMNS; d++) sum += t.x[row * COLUMNS + d] * t.x[row * COLUMNS + d];
+  return sum;
+}
 DEV void sync_tiles() {}
 
 // ---- tiles in memory are row by row: piece i of one holds eight neighbours from (row, column) on
@@ -257,21 +263,13 @@ extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k
     sync_tiles();
     FOR_EACH(i, 2 * C) {
       const int r = i % C;
-      float norm = 1.f;
-      if (args.flags & L2NORM) {
-        float sum = 1e-6f;
-        for (int d = 0; d < K; d++) {
-          const float x = i < C ? shared.q.get(r, d) : shared.k.get(r, d);
-          sum += x * x;
-        }
-        norm = rsqrt_(sum);
-      }
+      const float norm = args.flags & L2NORM ? rsqrt_(1e-6f + row_square(i < C ? shared.q : shared.k, r)) : 1.f;
       (i < C ? shared.q_norm : shared.k_norm)[r] = norm;
     }
     sync();
 
     // ---- K Kᵀ and Q Kᵀ, once for these heads
-    const Square KK = gram(shared.k, shared.k), QK = gram(shared.q, shared.k);
+    const Square QK = gram(shared.q, shared.k), KK = gram(shared.k, shared.k);
 
     // ---- the factors of the chain's rows
     if (team() < count) {

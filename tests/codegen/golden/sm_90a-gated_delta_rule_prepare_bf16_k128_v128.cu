@@ -125,6 +125,17 @@ DEV void load_tile(SharedTile<C, COLUMNS>& to, const number* from, i64 stride_t,
                  "l"(row < rows ? from + row * stride_t + column : from), "r"(bytes) : "memory");
   }
 }
+
+// The sum of the squares of a tile's row.
+template <int COLUMNS> DEV float row_square(SharedTile<C, COLUMNS>& t, int row) {
+  float sum = 0.f;
+  for (int column = 0; column < COLUMNS; column += 8) {
+    alignas(16) number x[8];
+    *(Eight*)x = *(const Eight*)&t.at(row, column);
+    for (int i = 0; i < 8; i++) sum += to_float(x[i]) * to_float(x[i]);
+  }
+  return sum;
+}
 // The tensor cores read what plain stores and copies wrote.
 DEV void sync_tiles() {
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -361,21 +372,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) gated_delta_rule_prepar
     sync_tiles();
     FOR_EACH(i, 2 * C) {
       const int r = i % C;
-      float norm = 1.f;
-      if (args.flags & L2NORM) {
-        float sum = 1e-6f;
-        for (int d = 0; d < K; d++) {
-          const float x = i < C ? shared.q.get(r, d) : shared.k.get(r, d);
-          sum += x * x;
-        }
-        norm = rsqrt_(sum);
-      }
+      const float norm = args.flags & L2NORM ? rsqrt_(1e-6f + row_square(i < C ? shared.q : shared.k, r)) : 1.f;
       (i < C ? shared.q_norm : shared.k_norm)[r] = norm;
     }
     sync();
 
     // ---- K Kᵀ and Q Kᵀ, once for these heads
-    const Square KK = gram(shared.k, shared.k), QK = gram(shared.q, shared.k);
+    const Square QK = gram(shared.q, shared.k), KK = gram(shared.k, shared.k);
 
     // ---- the factors of the chain's rows
     if (team() < count) {

@@ -585,8 +585,8 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   Block<64> V2;
   Operand<64> W;
   Operand<64> X;
-  HalfRows<64> minus_in;
   HalfRows<64> left;
+  HalfRows<64> minus_in;
   FloatRows<64> out;
   const u32 output = shared + OUTPUT + stream * 8192;
   u32 output_phase = 1;
@@ -604,70 +604,9 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   } else {
     for_each(S, [&](int, int, float& x) { x = 0.f; });
   }
-
-  if (chunks > 0) {
-    // first chunk
-
-    // chunk n, and the start of chunk n + 1
-    int n = 0;
-    auto advance = [&] {
-      // U = K S
-      land(ring_K);
-      product_rounded(U, ring_K.K(), Sr, S);
-      // O = Q S
-      land(ring_Q);
-      product(O, ring_Q.Q(), Sr);
-      // V, on the way to W
-      load_operand(W, ring_K.V(stream));
-      load_rows(minus_in, ring_K.rows().minus_in());
-      // row factors of V' and O
-      load_rows(left, ring_K.rows().left());
-      load_rows(out, ring_K.rows().out());
-      // W = V - in U
-      await<1>(U);
-      add_scaled(W, minus_in, U);
-      // V' = A W
-      land(ring_A);
-      product(V2, ring_A.A(), W);
-      // S = decay S
-      scale(S, ring_K.rows().decay());
-      // V' rounded
-      await<0>(O, V2);
-      release(ring_Q);
-      release(ring_A);
-      to_operand(Vr, V2);
-      // O = out O + P V'
-      scale_rows(O, out);
-      land(ring_P);
-      accumulate(O, ring_P.P(), Vr);
-      // S += Kt (left V')
-      scaled_operand(X, left, Vr);
-      accumulate(S, transposed(ring_K.K()), X);
-      // O rounded
-      await<1>(O);
-      release(ring_P);
-      to_operand(Or, O);
-      // O to memory
-      store_rows(Or, n);
-      await<0>(S);
-      release(ring_K);
-      n++;
-    };
-    // Nothing may be under way where paths meet, or the compiler serializes all products.
-    while (n + 3 < chunks) {
-      ring_K.slot = 2;  // known to the compiler
-      ring_Q.slot = 2;  // known to the compiler
-      ring_A.slot = 2;  // known to the compiler
-      ring_P.slot = 2;  // known to the compiler
-      advance();
-      advance();
-      advance();
-    }
-    while (n + 1 < chunks) {
-      advance();
-    }
-
-    // rest of the last chunk
+  // chunk n
+  int n = 0;
+  auto advance = [&] {
     // U = K S
     land(ring_K);
     product_rounded(U, ring_K.K(), Sr, S);
@@ -708,6 +647,19 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
     store_rows(Or, n);
     await<0>(S);
     release(ring_K);
+    n++;
+  };
+  while (n + 2 < chunks) {
+    ring_K.slot = 2;  // known to the compiler
+    ring_Q.slot = 2;  // known to the compiler
+    ring_A.slot = 2;  // known to the compiler
+    ring_P.slot = 2;  // known to the compiler
+    advance();
+    advance();
+    advance();
+  }
+  while (n < chunks) {
+    advance();
   }
   if (args.final_state) {
     int block = blockIdx.x / SPLITS;

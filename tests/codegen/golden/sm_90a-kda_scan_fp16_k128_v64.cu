@@ -577,64 +577,9 @@ extern "C" __global__ void __launch_bounds__(192, 1) kda_scan_fp16_k128_v64(cons
   } else {
     for_each(S, [&](int, int, float& x) { x = 0.f; });
   }
-
-  if (chunks > 0) {
-    // first chunk
-
-    // chunk n, and the start of chunk n + 1
-    int n = 0;
-    auto advance = [&] {
-      // U = K S
-      land(ring_K);
-      product_rounded(U, ring_K.K(), Sr, S);
-      // O = Q S
-      land(ring_Q);
-      product(O, ring_Q.Q(), Sr);
-      // V, on the way to W
-      load_operand(W, ring_K.V(stream));
-      // W = V - in U
-      await<1>(U);
-      subtract(W, U);
-      // V' = A W
-      land(ring_A);
-      product(V2, ring_A.A(), W);
-      // S = decay S
-      scale_rows(S, ring_K.rows().decay());
-      // V' rounded
-      await<0>(O, V2);
-      release(ring_Q);
-      release(ring_A);
-      to_operand(Vr, V2);
-      // O = out O + P V'
-      land(ring_P);
-      accumulate(O, ring_P.P(), Vr);
-      // S += Kt (left V')
-      accumulate(S, transposed(ring_K.Kt()), Vr);
-      // O rounded
-      await<1>(O);
-      release(ring_P);
-      to_operand(Or, O);
-      // O to memory
-      store_rows(Or, n);
-      await<0>(S);
-      release(ring_K);
-      n++;
-    };
-    // Nothing may be under way where paths meet, or the compiler serializes all products.
-    while (n + 3 < chunks) {
-      ring_K.slot = 2;  // known to the compiler
-      ring_Q.slot = 2;  // known to the compiler
-      ring_A.slot = 2;  // known to the compiler
-      ring_P.slot = 2;  // known to the compiler
-      advance();
-      advance();
-      advance();
-    }
-    while (n + 1 < chunks) {
-      advance();
-    }
-
-    // rest of the last chunk
+  // chunk n
+  int n = 0;
+  auto advance = [&] {
     // U = K S
     land(ring_K);
     product_rounded(U, ring_K.K(), Sr, S);
@@ -669,6 +614,19 @@ extern "C" __global__ void __launch_bounds__(192, 1) kda_scan_fp16_k128_v64(cons
     store_rows(Or, n);
     await<0>(S);
     release(ring_K);
+    n++;
+  };
+  while (n + 2 < chunks) {
+    ring_K.slot = 2;  // known to the compiler
+    ring_Q.slot = 2;  // known to the compiler
+    ring_A.slot = 2;  // known to the compiler
+    ring_P.slot = 2;  // known to the compiler
+    advance();
+    advance();
+    advance();
+  }
+  while (n < chunks) {
+    advance();
   }
   if (args.final_state) {
     int block = blockIdx.x / SPLITS;

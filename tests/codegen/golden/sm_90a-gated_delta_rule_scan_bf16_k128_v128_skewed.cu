@@ -1,6 +1,6 @@
-// gated_delta_rule_scan_bf16_k128_v128_serial for sm_90a: the chain over chunks.
+// gated_delta_rule_scan_bf16_k128_v128_skewed for sm_90a: the chain over chunks.
 // Rendered by qla-codegen. Build:
-//   nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -ftz=true -o gated_delta_rule_scan_bf16_k128_v128_serial.cubin gated_delta_rule_scan_bf16_k128_v128_serial.cu
+//   nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -ftz=true -o gated_delta_rule_scan_bf16_k128_v128_skewed.cubin gated_delta_rule_scan_bf16_k128_v128_skewed.cu
 
 #define DEV __device__ __forceinline__
 typedef unsigned short u16;
@@ -415,14 +415,14 @@ struct Ring_K : Ring<3, 181808> {
   DEV u32 rows_address() const { return shared + 180224 + slot * 528; }
   DEV Rows rows() const { return {rows_address()}; }
 };
-struct Ring_Q : Ring<3, 181856> {
-  DEV Tile<64, 128> Q() const { return {shared + 73728 + slot * 16384}; }
+struct Ring_P : Ring<3, 181856> {
+  DEV LowerTile<64> P() const { return {{shared + 73728 + slot * 8192}}; }
 };
-struct Ring_A : Ring<3, 181904> {
-  DEV LowerTile<64> A() const { return {{shared + 122880 + slot * 8192}}; }
+struct Ring_Q : Ring<3, 181904> {
+  DEV Tile<64, 128> Q() const { return {shared + 98304 + slot * 16384}; }
 };
-struct Ring_P : Ring<3, 181952> {
-  DEV LowerTile<64> P() const { return {{shared + 147456 + slot * 8192}}; }
+struct Ring_A : Ring<3, 181952> {
+  DEV LowerTile<64> A() const { return {{shared + 147456 + slot * 8192}}; }
 };
 template <class R> DEV void land(R& ring) {
   ring.next();
@@ -444,7 +444,7 @@ DEV void clear_rows(u32 tile, int columns, int rows) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_k128_v128_serial(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_k128_v128_skewed(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   // Through a shuffle the compiler knows that it is the same for all lanes.
@@ -457,15 +457,15 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   const Sequence sequence = sequence_at(args, n_sequence);
   const int chunks = (sequence.length + C - 1) / C;
   Ring_K ring_K{ {shared} };
+  Ring_P ring_P{ {shared} };
   Ring_Q ring_Q{ {shared} };
   Ring_A ring_A{ {shared} };
-  Ring_P ring_P{ {shared} };
   const u32 output_full = shared + OUTPUT_BARRIERS, output_empty = output_full + 8 * STREAMS;
   if (threadIdx.x == 0) {
     ring_K.init(4 * STREAMS);
+    ring_P.init(4 * STREAMS);
     ring_Q.init(4 * STREAMS);
     ring_A.init(4 * STREAMS);
-    ring_P.init(4 * STREAMS);
     for (int s = 0; s < STREAMS; s++) {
       barrier_init(output_full + 8 * s, 4);
       barrier_init(output_empty + 8 * s, 1);
@@ -505,6 +505,15 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
             if (lane == 0) barrier_arrive(ring_K.full());
           }
         }
+        {  // P
+          ring_P.next();
+          barrier_wait(ring_P.empty(), ring_P.phase ^ 1);
+          const u32 full = ring_P.full();
+          if (lane == 0) {
+            barrier_expect(full, 8192);
+            copy_bulk(ring_P.P().address, (const char*)args.ws_p + slot * 8192, 8192, full);
+          }
+        }
         {  // Q
           ring_Q.next();
           barrier_wait(ring_Q.empty(), ring_Q.phase ^ 1);
@@ -530,15 +539,6 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
           if (lane == 0) {
             barrier_expect(full, 8192);
             copy_bulk(ring_A.A().address, (const char*)args.ws_a + slot * 8192, 8192, full);
-          }
-        }
-        {  // P
-          ring_P.next();
-          barrier_wait(ring_P.empty(), ring_P.phase ^ 1);
-          const u32 full = ring_P.full();
-          if (lane == 0) {
-            barrier_expect(full, 8192);
-            copy_bulk(ring_P.P().address, (const char*)args.ws_p + slot * 8192, 8192, full);
           }
         }
       }
@@ -585,8 +585,8 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   Block<64> V2;
   Operand<64> W;
   Operand<64> X;
-  HalfRows<64> minus_in;
   HalfRows<64> left;
+  HalfRows<64> minus_in;
   FloatRows<64> out;
   const u32 output = shared + OUTPUT + stream * 8192;
   u32 output_phase = 1;
@@ -604,70 +604,8 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   } else {
     for_each(S, [&](int, int, float& x) { x = 0.f; });
   }
-
   if (chunks > 0) {
     // first chunk
-
-    // chunk n, and the start of chunk n + 1
-    int n = 0;
-    auto advance = [&] {
-      // U = K S
-      land(ring_K);
-      product_rounded(U, ring_K.K(), Sr, S);
-      // O = Q S
-      land(ring_Q);
-      product(O, ring_Q.Q(), Sr);
-      // V, on the way to W
-      load_operand(W, ring_K.V(stream));
-      load_rows(minus_in, ring_K.rows().minus_in());
-      // row factors of V' and O
-      load_rows(left, ring_K.rows().left());
-      load_rows(out, ring_K.rows().out());
-      // W = V - in U
-      await<1>(U);
-      add_scaled(W, minus_in, U);
-      // V' = A W
-      land(ring_A);
-      product(V2, ring_A.A(), W);
-      // S = decay S
-      scale(S, ring_K.rows().decay());
-      // V' rounded
-      await<0>(O, V2);
-      release(ring_Q);
-      release(ring_A);
-      to_operand(Vr, V2);
-      // O = out O + P V'
-      scale_rows(O, out);
-      land(ring_P);
-      accumulate(O, ring_P.P(), Vr);
-      // S += Kt (left V')
-      scaled_operand(X, left, Vr);
-      accumulate(S, transposed(ring_K.K()), X);
-      // O rounded
-      await<1>(O);
-      release(ring_P);
-      to_operand(Or, O);
-      // O to memory
-      store_rows(Or, n);
-      await<0>(S);
-      release(ring_K);
-      n++;
-    };
-    // Nothing may be under way where paths meet, or the compiler serializes all products.
-    while (n + 3 < chunks) {
-      ring_K.slot = 2;  // known to the compiler
-      ring_Q.slot = 2;  // known to the compiler
-      ring_A.slot = 2;  // known to the compiler
-      ring_P.slot = 2;  // known to the compiler
-      advance();
-      advance();
-      advance();
-    }
-    while (n + 1 < chunks) {
-      advance();
-    }
-
-    // rest of the last chunk
     // U = K S
     land(ring_K);
     product_rounded(U, ring_K.K(), Sr, S);
@@ -680,34 +618,97 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
     // row factors of V' and O
     load_rows(left, ring_K.rows().left());
     load_rows(out, ring_K.rows().out());
+    // S = decay S
+    scale(S, ring_K.rows().decay());
+    land(ring_A);
     // W = V - in U
     await<1>(U);
     add_scaled(W, minus_in, U);
     // V' = A W
-    land(ring_A);
     product(V2, ring_A.A(), W);
-    // S = decay S
-    scale(S, ring_K.rows().decay());
+    await<0>(O, V2);
+
+    // chunk n, and the start of chunk n + 1
+    int n = 0;
+    auto advance = [&] {
+      // V' rounded
+      await<0>(O, V2);
+      release(ring_Q);
+      release(ring_A);
+      to_operand(Vr, V2);
+      land(ring_P);
+      // S += Kt (left V')
+      scaled_operand(X, left, Vr);
+      accumulate(S, transposed(ring_K.K()), X);
+      // O = out O + P V'
+      scale_rows(O, out);
+      accumulate(O, ring_P.P(), Vr);
+      // U = K S (next chunk)
+      await<1>(S);
+      release(ring_K);
+      land(ring_K);
+      product_rounded(U, ring_K.K(), Sr, S);
+      // O rounded
+      await<2>(O);
+      release(ring_P);
+      to_operand(Or, O);
+      // O to memory
+      store_rows(Or, n);
+      // O = Q S (next chunk)
+      land(ring_Q);
+      product(O, ring_Q.Q(), Sr);
+      // V, on the way to W (next chunk)
+      load_operand(W, ring_K.V(stream));
+      load_rows(minus_in, ring_K.rows().minus_in());
+      // row factors of V' and O (next chunk)
+      load_rows(left, ring_K.rows().left());
+      load_rows(out, ring_K.rows().out());
+      // S = decay S (next chunk)
+      scale(S, ring_K.rows().decay());
+      land(ring_A);
+      // W = V - in U (next chunk)
+      await<1>(U);
+      add_scaled(W, minus_in, U);
+      // V' = A W (next chunk)
+      product(V2, ring_A.A(), W);
+      n++;
+    };
+    // Nothing may be under way where paths meet, or the compiler serializes all products.
+    while (n + 1 + 2 < chunks) {
+      ring_K.slot = 0;  // known to the compiler
+      ring_P.slot = 2;  // known to the compiler
+      ring_Q.slot = 0;  // known to the compiler
+      ring_A.slot = 0;  // known to the compiler
+      advance();
+      advance();
+      advance();
+      await<0>(O, V2);
+    }
+    while (n + 1 < chunks) {
+      advance();
+      await<0>(O, V2);
+    }
+
+    // rest of the last chunk
     // V' rounded
     await<0>(O, V2);
     release(ring_Q);
     release(ring_A);
     to_operand(Vr, V2);
-    // O = out O + P V'
-    scale_rows(O, out);
     land(ring_P);
-    accumulate(O, ring_P.P(), Vr);
     // S += Kt (left V')
     scaled_operand(X, left, Vr);
     accumulate(S, transposed(ring_K.K()), X);
+    // O = out O + P V'
+    scale_rows(O, out);
+    accumulate(O, ring_P.P(), Vr);
     // O rounded
-    await<1>(O);
+    await<0>(O, S);
+    release(ring_K);
     release(ring_P);
     to_operand(Or, O);
     // O to memory
     store_rows(Or, n);
-    await<0>(S);
-    release(ring_K);
   }
   if (args.final_state) {
     int block = blockIdx.x / SPLITS;
