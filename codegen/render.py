@@ -110,6 +110,8 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
     element = 4 if spec.dtype == "fp32" else 2
     _declare("scan", program, {**context, "columns": columns})
     chain = build_chain(program, schedule, target.asynchronous)
+    if chain.prologue and target.language == "c++":
+        raise ScheduleError(f"schedule {schedule.name}: {target.name} walks one chunk after the other, nothing ahead")
     offsets, record_bytes = record_layout(program.record, element)
     streams = min(schedule.streams, spec.dv // columns)
     chunk = target.chunk[spec.features.gate]

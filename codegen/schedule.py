@@ -42,7 +42,10 @@ class Ring:
 
 @dataclass
 class Chain:
-    """The ordered text of a chain: lines of its parts, and its rings in the order their tiles are first needed."""
+    """The ordered text of a chain: lines of its parts, and its rings in the order their tiles are first needed.
+
+    Where no step runs ahead there is only the steady state, which then is every chunk's.
+    """
 
     rings: tuple[Ring, ...]
     prologue: list[str]
@@ -191,7 +194,12 @@ def build_chain(program: Program, schedule: Schedule, asynchronous: bool) -> Cha
     if any(body != bodies[0] for body in bodies[1:]):
         raise ScheduleError(f"schedule {schedule.name}: chunks differ, so there is no steady state")
     drain = [f"await<0>({', '.join(under_way)});"] if under_way else []
-    return Chain(rings, texts[0], bodies[0], drain, texts[-1], landed_ahead)
+    epilogue = texts[-1]
+    if not texts[0] and not drain:
+        if epilogue != bodies[0]:
+            raise ScheduleError(f"schedule {schedule.name}: the last chunk differs, though no step runs ahead")
+        epilogue = []
+    return Chain(rings, texts[0], bodies[0], drain, epilogue, landed_ahead)
 
 
 def _lay_out(items: Sequence[Item]) -> list[list[tuple[int, Item]]]:

@@ -274,11 +274,8 @@ class Warpgroup:
         self.landed = {ring.name: 0 for ring in chain.rings}
         self.released = {ring.name: set() for ring in chain.rings}
         if not self.asynchronous:
-            self.lines("prologue")
-            for self.n in range(chunks - 1):
+            for self.n in range(chunks):
                 self.lines("steady")
-            self.n = chunks - 1
-            self.lines("epilogue")
         else:
             self.lines("prologue")
             self.lines("drain")
@@ -593,3 +590,14 @@ def test_products_are_not_awaited_sooner_than_needed() -> None:
         steady = build_chain(declare(op), SKEWED, True).steady
         waits = [line for line in steady if line.startswith("await")]
         assert any(not line.startswith("await<0>") for line in waits), waits
+
+
+def test_the_host_refuses_steps_that_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = TARGETS["host"]
+    order = (*("Vr", "S", "O", "out", "store", ">Sr", ">U", ">QS", ">V", ">rows", ">decay", ">W", ">V2"),)
+    ahead = replace(host, schedules=(replace(host.schedules[0], order=order),))
+    monkeypatch.setitem(TARGETS, "host", ahead)
+    render.cache_clear()
+    with pytest.raises(ScheduleError, match="one chunk after the other"):
+        render(KernelSpec("gated_delta_rule", "scan", "bf16", 64, 64, "host"))
+    render.cache_clear()
