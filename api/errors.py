@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 
+def install_hint(*extras: str) -> str:
+    """How to get what an extra of this package brings, the usual one first; it holds wherever qla came from."""
+    names = " or ".join(extras)
+    return f"install qla with the extra {names}: in a clone, pip install '.[{extras[0]}]'"
+
+
 class QlaError(Exception):
     """Base of all errors raised by qla itself."""
 
@@ -24,6 +30,9 @@ class UnsupportedError(QlaError, ValueError):
         self.argument, self.got, self.supported, self.hint = argument, got, supported, hint
         text = f"{argument}: got {got}; supported: {supported}"
         super().__init__(f"{text}. {hint}" if hint else text)
+
+    def __reduce__(self) -> Any:  # by default an error is rebuilt from its text alone, which fails in a process pool
+        return type(self), (self.argument, str(self.got), self.supported, self.hint)
 
 
 class TemplateError(QlaError):
@@ -49,8 +58,11 @@ class CompilationError(QlaError):
     """
 
     def __init__(self, message: str, log: str, source_path: str) -> None:
-        self.log, self.source_path = log, source_path
+        self.message, self.log, self.source_path = message, log, source_path
         super().__init__(f"{message}\nsource: {source_path}\n{log}")
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.message, self.log, self.source_path)
 
 
 class LaunchError(QlaError):

@@ -14,7 +14,7 @@ _NO_CP = "cp_context=None", "Context parallelism is not part of qla; split the s
 
 
 def forward(*call: Any) -> Result:
-    """Run an op; the arguments are those of `validate.forward_problem`, by position.
+    """Run an op; the arguments are the fields of `Problem` in their order.
 
     Host time is what a short call costs, so a call like an earlier one takes one dictionary look-up instead of a check
     of every argument: its key holds all that the checks look at, and only a call that has passed them has an entry.
@@ -24,7 +24,7 @@ def forward(*call: Any) -> Result:
     key: tuple[Any, ...] | None
     try:
         key, addresses = signature(*call)
-        layout = runtime.plan._layouts.get(key)
+        layout = runtime.plan.layouts.get(key)
     except (AttributeError, RuntimeError, TypeError):
         # Some argument is no tensor or no number; or the runtime is not imported yet.
         key = layout = None

@@ -6,7 +6,6 @@ and no synchronization. The values of a tensor on a device are never read; those
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +22,9 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _STATE = (torch.float32,)
 _INTS = (torch.int32, torch.int64)
 _CPU = torch.device("cpu")
+_FLAGS = ("output_final_state", "state_v_first", "qk_l2norm", "beta_sigmoid", "beta_double", "gate_in_kernel")
+
+_LARGEST = 3.4028234e38  # of float32
 
 
 def _show(x: Any) -> str:
@@ -60,7 +62,7 @@ def _check(
     grad: bool,
 ) -> None:
     """Compare one tensor with what its place asks for; `letters` is the shape as the documentation writes it."""
-    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_nested:
         raise _no_tensor(name, x)
     if x.shape != shape:
         raise UnsupportedError(name, list(x.shape), f"shape {letters} = {list(shape)}")
@@ -70,11 +72,25 @@ def _check(
         raise UnsupportedError(name, x.device, f"{device}, where q is", "Move all tensors of a call to one device")
     if grad and x.requires_grad:
         raise _needs_grad(name)
+    _check_memory(name, x)
+
+
+def _check_memory(name: str, x: torch.Tensor) -> None:
+    """Refuse a tensor whose elements are not what lies at its address."""
+    if x.is_neg():
+        raise UnsupportedError(name, "a lazily negated view", "a plain tensor", f"Pass {name}.resolve_neg()")
+    try:
+        address = x.data_ptr()
+    except RuntimeError:  # tensors of functorch
+        address = 0
+    if not address and x.numel():
+        hint = "DTensor: pass x.to_local(); torch.func, torch.export and FakeTensorMode have no kernel to trace"
+        raise UnsupportedError(name, f"a {type(x).__name__} without memory of its own", "a plain tensor", hint)
 
 
 def _check_query(q: Any, grad: bool) -> None:
     """Check q alone: its shape, dtype and device are what the other tensors are compared with."""
-    if not isinstance(q, torch.Tensor) or q.layout is not torch.strided:
+    if not isinstance(q, torch.Tensor) or q.layout is not torch.strided or q.is_nested:
         raise _no_tensor("q", q)
     if q.ndim != 4:
         raise UnsupportedError("q", list(q.shape), "shape [B, T, H, K]")
@@ -90,11 +106,12 @@ def _check_query(q: Any, grad: bool) -> None:
         raise UnsupportedError("q", list(q.shape), "at least one head (H >= 1)")
     if grad and q.requires_grad:
         raise _needs_grad("q")
+    _check_memory("q", q)
 
 
 def _check_values(v: Any, H: int) -> tuple[int, int]:
     """Return (HV, V) after checking that v can be read as `[B, T, HV, V]` with HV a multiple of H."""
-    if not isinstance(v, torch.Tensor):
+    if not isinstance(v, torch.Tensor) or v.is_nested:
         raise _no_tensor("v", v)
     if v.ndim != 4:
         raise UnsupportedError("v", list(v.shape), "shape [B, T, HV, V]")
@@ -128,6 +145,8 @@ def _check_index(name: str, x: Any) -> None:
         raise UnsupportedError(name, list(x.shape), "shape [N + 1], N >= 0")
     if not x.is_contiguous():
         raise _strided(name, x)
+    if x.device.type != "meta":
+        _check_memory(name, x)
 
 
 def _sequences(cu: Any, cpu: Any, B: int, T: int, device: torch.device) -> int:
@@ -193,8 +212,8 @@ def _check_gate(
     if lower_bound is not None:
         if isinstance(lower_bound, bool) or not isinstance(lower_bound, (int, float)):
             raise UnsupportedError("lower_bound", _show(lower_bound), "a negative number, or None")
-        if not -math.inf < lower_bound < 0:
-            raise UnsupportedError("lower_bound", lower_bound, "a finite negative number, -5 is usual")
+        if not -_LARGEST <= lower_bound < 0:
+            raise UnsupportedError("lower_bound", lower_bound, "a negative number that float32 holds, -5 is usual")
     if A_log is None:
         if lower_bound is None:
             hint = "Pass A_log, or pass gates that are already decays and use_gate_in_kernel=False"
@@ -211,93 +230,68 @@ def _scale(scale: Any, K: int) -> float:
         return float(K**-0.5)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise UnsupportedError("scale", _show(scale), "a number, or None for K ** -0.5")
-    if not math.isfinite(scale):
-        raise UnsupportedError("scale", scale, "a finite number, or None for K ** -0.5")
+    if not abs(scale) <= _LARGEST:  # also where it is NaN, or an int beyond any float
+        raise UnsupportedError("scale", scale, "a number that float32 holds, or None for K ** -0.5")
     return float(scale)
 
 
-def forward_problem(
-    op: str,
-    saves: bool,
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    cu_seqlens: Any,
-    cu_seqlens_cpu: Any,
-    scale: Any,
-    initial_state: Any = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    qk_l2norm: bool = False,
-    beta_sigmoid: bool = False,
-    beta_double: bool = False,
-    gate_in_kernel: bool = False,
-    A_log: Any = None,
-    dt_bias: Any = None,
-    lower_bound: Any = None,
-) -> Problem:
+def forward_problem(*call: Any) -> Problem:
     """Check a forward call and return it as the runtime takes it.
 
     Parameters
     ----------
-    op : key of `qla.codegen.ops.OPS`; decides which of g and beta the call has and their shapes.
-    saves : also return what a backward pass needs.
-    q, k, v, g, beta : as in the public functions; g and beta are None for the ops that lack them.
-    beta_double : ``allow_neg_eigval`` of the public functions.
+    call : the fields of `Problem` in their order, as the public functions were given them. `op` decides which of g and
+        beta the call has and their shapes; `saves` says to return also what a backward pass needs; `beta_double` is
+        ``allow_neg_eigval`` of the public functions; `scale` may be None.
 
     Raises
     ------
     UnsupportedError
         For the first argument that is not supported. Nothing has been allocated or launched by then.
     """
-    features = OPS[op]
+    problem = Problem(*call)
     grad = torch.is_grad_enabled()
-    _check_query(q, grad)
-    B, T, H, K = q.shape
-    HV, V = _check_values(v, H)
-    dtypes, device = (q.dtype,), q.device
-    _check("k", k, (B, T, H, K), "[B, T, H, K]", dtypes, device, grad)
-    _check("v", v, (B, T, HV, V), "[B, T, HV, V]", dtypes, device, grad)
+    _check_tensors(problem, grad)
+    _check_options(problem, grad)
+    problem.scale = _scale(problem.scale, problem.q.shape[3])
+    if not problem.gate_in_kernel:  # the parameters of the gate have no effect then, as in flash-linear-attention
+        problem.A_log = problem.dt_bias = problem.lower_bound = None
+    if problem.lower_bound is not None:
+        problem.lower_bound = float(problem.lower_bound)
+    for name in _FLAGS:
+        setattr(problem, name, bool(getattr(problem, name)))
+    return problem
+
+
+def _check_tensors(p: Problem, grad: bool) -> None:
+    """Check the tensors of every token, each against q."""
+    features = OPS[p.op]
+    _check_query(p.q, grad)
+    B, T, H, K = p.q.shape
+    HV, V = _check_values(p.v, H)
+    dtypes, device = (p.q.dtype,), p.q.device
+    _check("k", p.k, (B, T, H, K), "[B, T, H, K]", dtypes, device, grad)
+    _check("v", p.v, (B, T, HV, V), "[B, T, HV, V]", dtypes, device, grad)
     if features.gate == "head":
-        _check("g", g, (B, T, HV), "[B, T, HV]", _FLOATS, device, grad)
+        _check("g", p.g, (B, T, HV), "[B, T, HV]", _FLOATS, device, grad)
     elif features.gate == "channel":
-        _check("g", g, (B, T, HV, K), "[B, T, HV, K]", _FLOATS, device, grad)
+        _check("g", p.g, (B, T, HV, K), "[B, T, HV, K]", _FLOATS, device, grad)
     if features.delta:
-        _check("beta", beta, (B, T, HV), "[B, T, HV]", _FLOATS, device, grad)
-        if beta_double and not beta_sigmoid:
-            hint = "It doubles the sigmoid; where beta is given as it is, pass values up to 2"
-            raise UnsupportedError("allow_neg_eigval", True, "use_beta_sigmoid_in_kernel=True with it", hint)
-    N = _sequences(cu_seqlens, cu_seqlens_cpu, B, T, device)
-    if initial_state is not None:
-        _check_state(initial_state, N, HV, K, V, state_v_first, device, grad)
-    if gate_in_kernel:
-        _check_gate(features.gate, A_log, dt_bias, lower_bound, HV, K, device, grad)
-    else:  # the parameters of the gate have no effect then, as in flash-linear-attention
-        A_log = dt_bias = lower_bound = None
-    return Problem(
-        op=op,
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        scale=_scale(scale, K),
-        initial_state=initial_state,
-        output_final_state=bool(output_final_state),
-        state_v_first=bool(state_v_first),
-        qk_l2norm=bool(qk_l2norm),
-        beta_sigmoid=bool(beta_sigmoid),
-        beta_double=bool(beta_double),
-        gate_in_kernel=bool(gate_in_kernel),
-        A_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=None if lower_bound is None else float(lower_bound),
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        saves=saves,
-    )
+        _check("beta", p.beta, (B, T, HV), "[B, T, HV]", _FLOATS, device, grad)
+
+
+def _check_options(p: Problem, grad: bool) -> None:
+    """Check all else; shapes follow from q and v, which have been checked."""
+    features, device = OPS[p.op], p.q.device
+    (B, T, _, K), (HV, V) = p.q.shape, p.v.shape[2:]
+    if features.delta and p.beta_double and not p.beta_sigmoid:
+        hint = "It doubles the sigmoid; where beta is given as it is, pass values up to 2"
+        raise UnsupportedError("allow_neg_eigval", True, "use_beta_sigmoid_in_kernel=True with it", hint)
+    N = _sequences(p.cu_seqlens, p.cu_seqlens_cpu, B, T, device)
+    if p.initial_state is not None:
+        _check_state(p.initial_state, N, HV, K, V, p.state_v_first, device, grad)
+    if p.gate_in_kernel:
+        _check_gate(features.gate, p.A_log, p.dt_bias, p.lower_bound, HV, K, device, grad)
 
 
 def keywords(function: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:

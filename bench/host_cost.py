@@ -121,7 +121,7 @@ def main() -> None:
     call: Any = ("gated_delta_rule", False, q, k, v, g, beta, None, None, None, None, True)
     public()
     key, addresses = signature(*call)
-    (layout,) = plan._layouts.values()
+    (layout,) = plan.layouts.values()
     blocks, stream = layout.free[0], layout.stream()
     kernels, counts = layout.kernels, layout.blocks
     assert layout.final is not None
@@ -142,7 +142,7 @@ def main() -> None:
         ("public call, other tensors each time", public_other, len(many)),
         ("  without its own frame (ops.forward)", lambda: ops.forward(*call), 1),
         ("    key and addresses (signature)", lambda: signature(*call), 1),
-        ("    look-up", lambda: plan._layouts.get(key), 1),
+        ("    look-up", lambda: plan.layouts.get(key), 1),
         ("    all else (Layout.run)", lambda: layout.run(addresses), 1),
         ("      o and final_state", lambda: (layout.empty(*layout.o), layout.empty(*final)), 1),
         ("      workspace", lambda: layout.release(layout.allocate(layout.workspace_bytes, stream)), 1),

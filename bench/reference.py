@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch.nn.functional import softplus
@@ -57,7 +58,7 @@ def _by_sequence(case: Case, x: torch.Tensor) -> torch.Tensor:
     if not case.lengths:
         return x
     ends = boundaries(case).tolist()
-    rows = [x[0, start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    rows = [x[0, start:end] for start, end in pairwise(ends)]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 

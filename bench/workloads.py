@@ -285,9 +285,7 @@ def _matches(text: str, patterns: str, whole: bool) -> bool:
     )
 
 
-def select(
-    cases: Iterable[Case], *, op: str = "", seed: str = "", name: str = "", dtype: str = ""
-) -> list[Case]:
+def select(cases: Iterable[Case], *, op: str = "", seed: str = "", name: str = "", dtype: str = "") -> list[Case]:
     """Return the cases that fit every filter.
 
     Parameters

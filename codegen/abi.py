@@ -1,9 +1,21 @@
-"""The argument blocks of the stages: names as `runtime/arguments.py` fills them."""
+"""The argument blocks of the stages: names as `runtime/arguments.py` fills them, and only what the kernel reads."""
 
 from __future__ import annotations
 
+from qla.codegen.ops import Op
 from qla.codegen.program import Program
 from qla.codegen.spec import Field, KernelSpec
+from qla.targets import TARGETS
+
+#: Run-time features of a call, as bits of the member `flags`.
+FLAGS = {"L2NORM": 1, "BETA_SIGMOID": 2, "BETA_DOUBLE": 4, "GATE_IN_KERNEL": 8, "LOWER_BOUND": 16}
+
+
+def flags_of(op: Op) -> dict[str, int]:
+    """Those of `FLAGS` that an op's `prepare` looks at."""
+    unused = [] if op.delta else ["BETA_SIGMOID", "BETA_DOUBLE"]
+    unused += [] if op.gate != "none" else ["GATE_IN_KERNEL", "LOWER_BOUND"]
+    return {name: bit for name, bit in FLAGS.items() if name not in unused}
 
 
 def _strides(name: str, axes: str) -> list[Field]:
@@ -14,14 +26,19 @@ def scan_abi(spec: KernelSpec, program: Program, tensor_maps: bool) -> tuple[Fie
     """Arguments of a `scan` with the program's tiles."""
     sources = {t.source: t for t in program.tiles.values()}
     direct = [s for s, t in sources.items() if not t.workspace]
-    maps = [f"{s}_map" for s in direct] if tensor_maps and spec.loads == "tile" else []
-    maps += ["o_map"] if tensor_maps else []
-    pointers = [*direct, *(f"ws_{s}" for s, t in sources.items() if t.workspace)]
+    # What comes by tensor map needs neither address nor strides.
+    mapped = direct if tensor_maps and spec.loads == "tile" else []
+    plain = [s for s in direct if s not in mapped]
+    # Bulk loads take neighbouring columns; the host has no other loads than those of any strides.
+    axes = "bth" if spec.loads == "tile" and TARGETS[spec.target].language != "c++" else "bthd"
+    maps = [f"{s}_map" for s in mapped] + (["o_map"] if tensor_maps else [])
+    pointers = [*plain, *(f"ws_{s}" for s, t in sources.items() if t.workspace)]
     pointers += ["ws_rows"] if program.record else []
     pointers += ["cu_seqlens", "initial_state", "final_state", "o"] + (["states"] if spec.saves else [])
-    wide = [f for s in direct for f in _strides(s, "bthd")] + _strides("o", "bth")
+    wide = [f for s in plain for f in _strides(s, axes)] + _strides("o", "bth")
     wide += _strides("initial", "nhkv") + _strides("final", "nhkv")
-    narrow = ["batch", "tokens", "sequences", "heads", "value_heads", "has_cu_seqlens", "cu_is_int64"]
+    narrow = ["tokens"] + (["heads"] if any(t.by == "head" for t in sources.values()) else [])
+    narrow += ["value_heads", "has_cu_seqlens", "cu_is_int64"]
     return (
         *(Field(m, "tensormap") for m in maps),
         *(Field(p, "ptr") for p in pointers),
@@ -36,11 +53,13 @@ def prepare_abi(spec: KernelSpec, buffers: tuple[tuple[str, int], ...]) -> tuple
     tensors = ["q", "k"] + (["v"] if spec.saves and op.delta else [])
     pointers = [*tensors, "cu_seqlens", *(f"ws_{name}" for name, _ in buffers)]
     wide = [f for t in tensors for f in _strides(t, "bthd")]
-    narrow = ["batch", "tokens", "sequences", "heads", "value_heads", "has_cu_seqlens", "cu_is_int64", "flags", "slots"]
+    narrow = ["tokens", "sequences", "heads", "value_heads", "has_cu_seqlens", "cu_is_int64", "flags"]
+    numbers = ["scale"]
     if op.gate != "none":
         pointers += ["g", "A_log", "dt_bias"]
         wide += _strides("g", "bthd" if op.gate == "channel" else "bth")
         narrow += ["g_type", "A_log_type", "dt_bias_type"]
+        numbers += ["lower_bound"]
     if op.delta:
         pointers += ["beta"]
         wide += _strides("beta", "bth")
@@ -51,6 +70,5 @@ def prepare_abi(spec: KernelSpec, buffers: tuple[tuple[str, int], ...]) -> tuple
         *(Field(p, "ptr") for p in pointers),
         *wide,
         *(Field(n, "i32") for n in narrow),
-        Field("scale", "f32"),
-        Field("lower_bound", "f32"),
+        *(Field(n, "f32") for n in numbers),
     )

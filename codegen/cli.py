@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from qla.codegen.ops import OPS
-from qla.codegen.spec import HEAD_DIMS, Dtype, KernelSpec, Stage
+from qla.codegen.spec import HEAD_DIMS, Dtype, KernelSpec, Loads, Stage
 from qla.errors import QlaError, UnsupportedError
 from qla.targets import TARGETS
 
@@ -36,7 +36,7 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except QlaError as error:
+        except (QlaError, OSError) as error:  # OSError: a folder that cannot be written
             _progress_console().print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
             raise typer.Exit(2) from None
 
@@ -72,20 +72,21 @@ def emit(
 ) -> None:
     """Write one self-contained source per stage.
 
-    Each builds with the command in its own first lines, run in the folder where it lies.
+    Each builds with the command in its own first lines, run in the folder where it lies. Options that make no
+    difference to a stage are not in its name: prepare looks at no value dim unless it saves w, u and A.
     """
     from qla.codegen.emit import build_commands, write
     from qla.codegen.render import render
 
     if stage not in ("prepare", "scan", "all"):
         raise UnsupportedError("--stage", stage, "prepare, scan, all")
-    if loads not in ("tile", "strided"):
-        raise UnsupportedError("--loads", loads, "tile, strided")
     stages: tuple[Stage, ...] = ("prepare", "scan") if stage == "all" else (cast(Stage, stage),)
-    kind = cast(Literal["tile", "strided"], loads)
-    # A schedule is an order of scan's steps; prepare has none.
+    # A schedule is an order of scan's steps: with both stages it is meant for scan.
     specs = [
-        KernelSpec(op, s, cast(Dtype, dtype), dk, dv, target, kind, saves, schedule if s == "scan" else "")
+        KernelSpec(
+            *(op, s, cast(Dtype, dtype), dk, dv, target, cast(Loads, loads), saves),
+            schedule if s == "scan" or stage == "prepare" else "",
+        ).canonical()
         for s in stages
     ]
     if output == "-":
@@ -146,7 +147,7 @@ def _target_facts() -> dict[str, Any]:
 
 @app.command()
 def demo(
-    device: Annotated[str, typer.Option(help="Where to run: auto (a GPU if torch sees one), host, cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: auto (a GPU if one can be used), host, cuda.")] = "auto",
     tokens: Annotated[int | None, typer.Option(help="Default: 1024 on host, 8192 on a GPU.", min=1)] = None,
     targets: _Targets = "",
 ) -> None:
@@ -158,9 +159,12 @@ def demo(
     from qla.codegen import demo as show
     from qla.codegen.builds import build_all
 
-    wanted, place = _parse_targets(targets), show.pick_device(device)
+    wanted = _parse_targets(targets)
+    place, why_not = show.pick_device(device)
     length = tokens or show.TOKENS[place]
     console = _wide_console()
+    if why_not:
+        console.print(f"runs on the CPU, not on the GPU: {escape(why_not)}", soft_wrap=True, highlight=False)
     builds, outcomes, specs = [], [], show.specs(wanted)
     with _progress() as progress:
         task = progress.add_task("compile", total=len(specs))
@@ -169,8 +173,12 @@ def demo(
             builds.append(build)
             progress.update(task, advance=1, description=f"compile {build.spec.op} for {build.spec.target}")
     console.print(show.build_table(builds))
+    runnable = [op for op in OPS if show.public_function(op)]
+    for op in OPS:
+        if op not in runnable:
+            console.print(f"{op} has no public function qla.chunk_{op}: compiled, not run")
     with _progress() as progress:
-        for op in OPS:
+        for op in runnable:
             task = progress.add_task(f"run {op}, then the float64 recurrence", total=length)
             arguments = show.inputs(op, length, place)
 

@@ -17,7 +17,10 @@ import qla
 from qla.codegen.builds import Build
 from qla.codegen.ops import OPS
 from qla.codegen.spec import KernelSpec
-from qla.errors import UnsupportedError
+from qla.errors import QlaError, UnsupportedError
+from qla.runtime.compilers import compiler_for
+from qla.runtime.drivers import device_target, driver_for
+from qla.targets import TARGETS
 
 # A linear attention layer of Qwen3.5-35B. The other ops run on the same shape.
 HEADS, VALUE_HEADS, HEAD_DIM = 16, 32, 128
@@ -55,14 +58,41 @@ class Outcome:
         return max(self.output_error, self.state_error) <= self.bar and not math.isnan(self.state_error)
 
 
-def pick_device(wanted: str) -> str:
-    """``"cuda"`` or ``"cpu"``, from ``auto``, ``host`` or ``cuda``."""
+def pick_device(wanted: str) -> tuple[str, str]:
+    """``"cuda"`` or ``"cpu"``, from ``auto``, ``host`` or ``cuda``; and why a GPU that is here is not taken, if so.
+
+    Raises
+    ------
+    QlaError
+        ``cuda`` was asked for, and there is no GPU or it cannot be used.
+    """
     if wanted not in ("auto", "host", "cuda"):
         raise UnsupportedError("--device", wanted, "auto, host, cuda")
     present = torch.cuda.is_available()
     if wanted == "cuda" and not present:
         raise UnsupportedError("--device", wanted, "a GPU that torch sees", "There is none here; use --device host.")
-    return "cuda" if present and wanted != "host" else "cpu"
+    if wanted == "host" or not present:
+        return "cpu", ""
+    try:
+        _check_gpu()
+    except QlaError as error:
+        if wanted == "cuda":
+            raise
+        return "cpu", str(error).splitlines()[0]
+    return "cuda", ""
+
+
+def _check_gpu() -> None:
+    """Raise where torch's current GPU has no target, or what launches or compiles its kernels is not installed."""
+    index = torch.cuda.current_device()
+    target = device_target(torch.device("cuda", index))
+    driver_for(target, index)
+    compiler_for(TARGETS[target]).identity()
+
+
+def public_function(op: str) -> Callable[..., Any] | None:
+    """The function that users call for an op; None where it has none (yet)."""
+    return getattr(qla, f"chunk_{op}", None)
 
 
 def device_name(device: str) -> str:
@@ -75,7 +105,7 @@ def device_name(device: str) -> str:
 def specs(targets: Sequence[str]) -> list[KernelSpec]:
     """Both kernels of every op, for each target, at the demo's shape."""
     return [
-        KernelSpec(op, stage, "bf16", HEAD_DIM, HEAD_DIM, target)
+        KernelSpec(op, stage, "bf16", HEAD_DIM, HEAD_DIM, target).canonical()
         for op in OPS
         for stage in ("prepare", "scan")
         for target in targets
@@ -173,7 +203,9 @@ def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
 
 def run_op(op: str, arguments: dict[str, Any], device: str, advance: Advance) -> Outcome:
     """Call an op's public function, time it and compare it with the recurrence."""
-    function = getattr(qla, f"chunk_{op}")
+    function = public_function(op)
+    if function is None:
+        raise UnsupportedError("op", op, f"an op with a function qla.chunk_{op}")
     began = time.perf_counter()
     output, state = function(**arguments)
     if device == "cuda":

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qla.codegen.render import render
-from qla.codegen.spec import KernelSpec
+from qla.codegen.spec import SUFFIX, KernelSpec
 from qla.targets import TARGETS
-
-SUFFIX = {"cuda": ".cu", "hip": ".hip", "c++": ".cpp"}
 
 
 def file_name(spec: KernelSpec) -> str:

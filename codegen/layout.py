@@ -14,7 +14,7 @@ _ALIGN = 1024  # of a tile, for the 128-byte swizzle
 
 
 @dataclass
-class Layout:
+class SharedLayout:
     """Byte offsets into shared memory, by tile or ring name."""
 
     offsets: dict[str, int] = field(default_factory=dict)
@@ -40,9 +40,9 @@ def record_layout(record: dict[str, Vector], half_bytes: int = 2) -> tuple[dict[
     return offsets, at
 
 
-def shared_layout(program: Program, rings: Sequence[Ring], streams: int, chunk: int, limit: int) -> Layout:
+def shared_layout(program: Program, rings: Sequence[Ring], streams: int, chunk: int, limit: int) -> SharedLayout:
     """Lay out tiles, the output buffer, the record and the barriers; raise where they exceed the limit."""
-    layout, at = Layout(), 0
+    layout, at = SharedLayout(), 0
     _, record_bytes = record_layout(program.record)
     for ring in rings:
         first = at
@@ -75,12 +75,12 @@ def shared_layout(program: Program, rings: Sequence[Ring], streams: int, chunk: 
     return layout
 
 
-def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int) -> Layout:
+def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int) -> SharedLayout:
     """Lay out tiles and the record one after the other, each once; raise where they exceed the limit.
 
     Rows of a tile are followed by `pad` unused numbers. A column block's own tiles do not pass through shared memory.
     """
-    layout = Layout()
+    layout = SharedLayout()
     for ring in rings:
         if ring.depth != 1:
             raise ScheduleError(f"ring {' '.join(ring.tiles)}: {ring.depth} buffers; this target has one of each tile")
@@ -104,7 +104,8 @@ def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int) -> i
     lower = (blocks * (blocks + 1) // 2 * 1280 if teams > 1 else matrix) * op.delta
     tiles = 2 * chunk * (dk + pad) * 2
     if op.gate == "channel":
-        total = max(tiles, lower) + chunk * (dk + 8) * 4 + blocks * dk * 4 + matrix * (1 + op.delta) + chunk * 4
+        total = max(tiles, lower) + chunk * (dk + 8) * 4 + blocks * dk * 4 + matrix * (1 + op.delta)
+        total += chunk * 4 * op.delta
     else:
-        total = max(tiles, teams * lower) + 3 * teams * chunk * 4
+        total = max(tiles, teams * lower) + teams * chunk * 4 * (2 + op.delta)
     return -(-(total + 2 * chunk * 4) // _ALIGN) * _ALIGN

@@ -3,66 +3,56 @@
 from __future__ import annotations
 
 from itertools import combinations, product
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from qla.codegen.ops import OPS
-from qla.codegen.spec import HEAD_DIMS, Dtype, KernelSpec, Stage
-from qla.targets import TARGETS
+from qla.codegen.spec import HEAD_DIMS, Dtype, KernelSpec, Loads, Stage
+from qla.targets import TARGETS, Schedule
 
-# The ops behind `DeltaNetChunkFwd` and `GLAChunkFwd`, which keep chunk states and factors.
-SAVING_OPS = ("delta_rule", "gla")
-MOST_KERNELS = 150
-
-Loads = Literal["tile", "strided"]
 _STAGES: tuple[Stage, ...] = ("prepare", "scan")
 _Pair = tuple[tuple[int, Any], tuple[int, Any]]
 
 
 def full(target: str) -> list[KernelSpec]:
-    """Every supported kernel of a target, each once, in a fixed order.
+    """Every supported kernel of a target, each once (as its canonical spec), in a fixed order.
 
-    The stage `prepare` does not look at the value dim unless it also writes the factors of a delta op; such kernels are
-    listed with ``dv = dk`` only. Schedules other than the default are there to be measured: they are listed for one
-    dtype and the largest head dims.
+    Schedules that the planner chooses among are listed with all that it chooses them for. The others are there to be
+    measured: they are listed for one dtype and the largest head dims.
     """
     specs = dict.fromkeys(_default_schedule(target))
     for schedule in TARGETS[target].schedules[1:]:
-        largest, dtype = HEAD_DIMS[-1], cast(Dtype, TARGETS[target].dtypes[0])
-        for op in OPS:
-            specs[KernelSpec(op, "scan", dtype, largest, largest, target, schedule=schedule.name)] = None
+        specs.update(dict.fromkeys(_other_schedule(target, schedule)))
     return list(specs)
 
 
 def _default_schedule(target: str) -> list[KernelSpec]:
     facts = TARGETS[target]
-    # The host reads any strides with one and the same kernel.
-    loads: tuple[Loads, ...] = ("tile",) if facts.language == "c++" else ("tile", "strided")
-    specs = []
-    for op, stage, dtype, dk, dv, load, saves in product(
-        OPS, _STAGES, facts.dtypes, HEAD_DIMS, HEAD_DIMS, loads, (False, True)
-    ):
-        if saves and op not in SAVING_OPS:
-            continue
-        if stage == "prepare":
-            if saves and not OPS[op].delta:
-                continue
-            if not saves and dv != dk:
-                continue
-        specs.append(KernelSpec(op, stage, cast(Dtype, dtype), dk, dv, target, load, saves))
-    return specs
+    return [
+        KernelSpec(op, stage, cast(Dtype, dtype), dk, dv, target, cast(Loads, loads), saves).canonical()
+        for op, stage, dtype, dk, dv, loads, saves in product(
+            OPS, _STAGES, facts.dtypes, HEAD_DIMS, HEAD_DIMS, facts.loads, (False, True)
+        )
+        if OPS[op].saves or not saves
+    ]
 
 
-def pairwise(target: str, limit: int = MOST_KERNELS) -> list[KernelSpec]:
+def _other_schedule(target: str, schedule: Schedule) -> list[KernelSpec]:
+    facts = TARGETS[target]
+    chosen = schedule.chunk_us > 0
+    dtypes, dims = (facts.dtypes, HEAD_DIMS) if chosen else (facts.dtypes[:1], HEAD_DIMS[-1:])
+    return [
+        KernelSpec(op, "scan", cast(Dtype, dtype), dk, dv, target, schedule=schedule.name)
+        for op, dtype, dk, dv in product(OPS, dtypes, dims, dims)
+        if OPS[op].gate in schedule.gates and dv % (facts.columns(dv) * schedule.streams) == 0
+    ]
+
+
+def pairwise(target: str) -> list[KernelSpec]:
     """A subset of `full` in which any two choices that occur together there occur together at least once.
 
     Op, stage and schedule count as one choice, because they make the kernel what it is, and so do the two head dims;
     the others are dtype, loads and saves. So each kernel is there with all head dims, the largest among them. Greedy,
     and the same on every run.
-
-    Parameters
-    ----------
-    target : key of `qla.targets.TARGETS`.
-    limit : most kernels that may be needed; `ValueError` if it takes more.
     """
     candidates = {spec: _pairs(spec) for spec in full(target)}
     missing = set().union(*candidates.values())
@@ -72,8 +62,6 @@ def pairwise(target: str, limit: int = MOST_KERNELS) -> list[KernelSpec]:
         best = max(candidates, key=lambda spec: len(candidates[spec] & missing))
         missing -= candidates.pop(best)
         chosen.append(best)
-    if len(chosen) > limit:
-        raise ValueError(f"{target}: {len(chosen)} kernels are needed to have all pairs of choices, limit {limit}")
     return chosen
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import jinja2
 
-from qla.codegen.abi import prepare_abi, scan_abi
-from qla.codegen.layout import Layout, prepare_shared_bytes, record_layout, shared_layout, static_layout
+from qla.codegen.abi import flags_of, prepare_abi, scan_abi
+from qla.codegen.layout import SharedLayout, prepare_shared_bytes, record_layout, shared_layout, static_layout
 from qla.codegen.program import Program
 from qla.codegen.schedule import build_chain
 from qla.codegen.spec import KernelSpec, Limits, Source
@@ -17,10 +17,6 @@ from qla.errors import ScheduleError, TemplateError
 from qla.targets import TARGETS, Schedule, Target
 
 _PTX = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
-_TITLES = {
-    "prepare": "per chunk: gate sums, Gram products, triangular inverse",
-    "scan": "the chain over chunks",
-}
 
 
 @lru_cache(maxsize=1)
@@ -70,15 +66,14 @@ def _place(error: jinja2.TemplateError) -> str:
 def schedule_of(spec: KernelSpec) -> Schedule:
     """The schedule a spec names, or its target's default."""
     schedules = TARGETS[spec.target].schedules
-    for schedule in schedules:
-        if schedule.name == (spec.schedule or schedules[0].name):
-            return schedule
-    known = ", ".join(s.name for s in schedules)
-    raise ScheduleError(f"{spec.target} has no schedule `{spec.schedule}`; it has {known}")
+    return next(s for s in schedules if s.name == (spec.schedule or schedules[0].name))
 
 
 def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
-    """What every template sees: the op's features, dims and the target's facts; never the op's or vendor's name."""
+    """What every template sees: the op's features, dims and the target's facts.
+
+    The names of the op and the target are there for the text's first lines and its entry symbol alone.
+    """
     op = spec.features
     return {
         "delta": op.delta,
@@ -91,11 +86,19 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
         "K": spec.dk,
         "V": spec.dv,
         "facts": target.facts,
-        "spec": spec,
+        "spec": {"name": spec.name, "target": spec.target},
         "entry": spec.name,
-        "title": _TITLES[spec.stage],
+        "title": _title(spec),
         "build": target.build,
     }
+
+
+def _title(spec: KernelSpec) -> str:
+    if spec.stage == "scan":
+        return "the chain over chunks"
+    op = spec.features
+    parts = ["gate sums"] * (op.gate != "none") + ["Gram products"] + ["triangular inverse"] * op.delta
+    return f"per chunk: {', '.join(parts)}"
 
 
 def _declare(kernel: str, program: Program, context: dict[str, Any]) -> None:
@@ -115,7 +118,7 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
     offsets, record_bytes = record_layout(program.record, element)
     streams = min(schedule.streams, spec.dv // columns)
     chunk = target.chunk[spec.features.gate]
-    layout = Layout()
+    layout = SharedLayout()
     if target.asynchronous:
         layout = shared_layout(program, chain.rings, streams, chunk, target.shared_limit)
     elif target.shared_limit:
@@ -175,6 +178,7 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
         record_offsets=offsets,
         record_bytes=record_bytes,
         threads=threads,
+        flags=flags_of(spec.features),
         shared_bytes=shared_bytes,
     )
     limits = Limits(threads, shared_bytes if target.shared_limit else 0, 0, context["C"])

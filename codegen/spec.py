@@ -5,17 +5,19 @@ Both are frozen values: rendering is a pure function between them, so a spec nam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from qla.codegen.ops import OPS, Op
-from qla.errors import UnsupportedError
+from qla.errors import ScheduleError, UnsupportedError
 
 Stage = Literal["prepare", "scan"]
 Dtype = Literal["bf16", "fp16", "fp32"]
+Loads = Literal["tile", "strided"]
 FieldKind = Literal["tensormap", "ptr", "i64", "i32", "f32"]
 
 HEAD_DIMS = (64, 128)
+SUFFIX = {"cuda": ".cu", "hip": ".hip", "c++": ".cpp"}  # of a source file, by language
 FIELD_BYTES: dict[str, int] = {"tensormap": 128, "ptr": 8, "i64": 8, "i32": 4, "f32": 4}
 
 
@@ -31,8 +33,16 @@ class KernelSpec:
     dk, dv : head dims of q/k and of v.
     target : key of `qla.targets.TARGETS`.
     loads : ``"tile"`` for rows the target's bulk loads can address (16-byte aligned), ``"strided"`` for any strides.
+        The host reads any strides with ``"tile"`` too, and has no other.
     saves : also write what the published chunk ops return (chunk states; w, u and A of delta ops).
-    schedule : name of one of the target's schedules; empty takes the target's default.
+    schedule : of `scan`: name of one of the target's schedules; empty takes the target's default.
+
+    Raises
+    ------
+    UnsupportedError
+        A field has a value that is not supported.
+    ScheduleError
+        The target has no schedule of that name.
     """
 
     op: str
@@ -41,7 +51,7 @@ class KernelSpec:
     dk: int
     dv: int
     target: str
-    loads: Literal["tile", "strided"] = "tile"
+    loads: Loads = "tile"
     saves: bool = False
     schedule: str = ""
 
@@ -57,9 +67,33 @@ class KernelSpec:
         for name in ("dk", "dv"):
             if getattr(self, name) not in HEAD_DIMS:
                 raise UnsupportedError(name, getattr(self, name), f"a head dim of {HEAD_DIMS}")
-        supported = TARGETS[self.target].dtypes
-        if self.dtype not in supported:
-            raise UnsupportedError("dtype", self.dtype, f"{', '.join(supported)} on {self.target}")
+        target = TARGETS[self.target]
+        if self.dtype not in target.dtypes:
+            raise UnsupportedError("dtype", self.dtype, f"{', '.join(target.dtypes)} on {self.target}")
+        if self.loads not in target.loads:
+            raise UnsupportedError("loads", self.loads, f"{', '.join(target.loads)} on {self.target}")
+        if self.saves and not OPS[self.op].saves:
+            saving = ", ".join(name for name, op in OPS.items() if op.saves)
+            raise UnsupportedError("saves", f"True for {self.op}", f"the ops {saving}")
+        if self.schedule and self.stage != "scan":
+            raise UnsupportedError("schedule", f"{self.schedule} for {self.stage}", "the stage scan")
+        known = [schedule.name for schedule in target.schedules]
+        if self.schedule and self.schedule not in known:
+            raise ScheduleError(f"{self.target} has no schedule `{self.schedule}`; it has {', '.join(known)}")
+
+    def canonical(self) -> KernelSpec:
+        """The one spec among those with the same code that lists, names and loaded kernels go by.
+
+        `prepare` never looks at states, and at values only where it writes the factors of a delta op. A default
+        schedule has no name of its own.
+        """
+        from qla.targets import TARGETS
+
+        if self.stage == "scan":
+            default = self.schedule == TARGETS[self.target].schedules[0].name
+            return replace(self, schedule="") if default else self
+        factors = self.saves and self.features.delta
+        return replace(self, saves=factors, dv=self.dv if factors else self.dk)
 
     @property
     def features(self) -> Op:

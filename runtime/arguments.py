@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from qla.codegen.abi import FLAGS
 from qla.codegen.spec import FIELD_BYTES, Field
 from qla.errors import LaunchError
 from qla.runtime.problem import Problem
@@ -173,13 +174,14 @@ def type_code(tensor: torch.Tensor | None) -> int:
 
 def flags(problem: Problem) -> int:
     """Run-time features of a call as bits."""
-    return (
-        bool(problem.qk_l2norm)
-        | bool(problem.beta_sigmoid) << 1
-        | bool(problem.beta_double) << 2
-        | bool(problem.gate_in_kernel) << 3
-        | (problem.lower_bound is not None) << 4
-    )
+    given = {
+        "L2NORM": problem.qk_l2norm,
+        "BETA_SIGMOID": problem.beta_sigmoid,
+        "BETA_DOUBLE": problem.beta_double,
+        "GATE_IN_KERNEL": problem.gate_in_kernel,
+        "LOWER_BOUND": problem.lower_bound is not None,
+    }
+    return sum(FLAGS[name] for name, value in given.items() if value)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

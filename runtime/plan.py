@@ -8,10 +8,12 @@ device and nothing waits for it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -21,9 +23,10 @@ from qla.codegen.spec import Dtype, KernelSpec, Source, Stage
 from qla.errors import CaptureError, LaunchError, UnsupportedError
 from qla.runtime.arguments import MAPS, POINTERS, WORKSPACE_PREFIX, ArgumentBlock, Packer, contiguous_strides, scalars
 from qla.runtime.drivers import Driver, device_target, driver_for, tileable
+from qla.runtime.planner import choose_schedule
 from qla.runtime.problem import Problem, Result
 
-__all__ = ["Layout", "Plan", "PlanKey", "run"]
+__all__ = ["Layout", "Plan", "PlanKey", "layouts", "run"]
 
 DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -33,23 +36,35 @@ _MAX_BLOCKS = (1 << 31) - 1
 _LAYOUTS_KEPT = 1024
 
 Loads = Literal["tile", "strided"]
-_layouts: dict[Any, Layout] = {}  # by the signature of a call; none for a call with nothing to launch
+#: By the signature of a call; none for a call with nothing to launch. Read by the public functions, which spare a warm
+#: call even `run`; written by `run` alone.
+layouts: dict[Any, Layout] = {}
 _plans: dict[PlanKey, Plan] = {}
 _lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+# A child that was forked while another thread built a plan would wait for that thread, which it does not have.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def run(problem: Problem) -> Result:
     """Launch a call on torch's current stream of the device of its tensors."""
     key, addresses = problem.signature()
-    layout = _layouts.get(key)
+    layout = layouts.get(key)
     if layout is None:
         layout = _new_layout(problem)
         if layout is None:
             return _nothing_to_launch(problem)
         with _lock:
-            if len(_layouts) >= _LAYOUTS_KEPT:
-                del _layouts[next(iter(_layouts))]
-            _layouts[key] = layout
+            if len(layouts) >= _LAYOUTS_KEPT:
+                del layouts[next(iter(layouts))]
+            layouts[key] = layout
     return layout.run(addresses)
 
 
@@ -65,10 +80,13 @@ class PlanKey:
     device: int
     loads: Loads
     saves: bool
+    schedule: str = ""
 
     def spec(self, stage: Stage) -> KernelSpec:
         """The spec of one of the two kernels."""
-        return KernelSpec(self.op, stage, self.dtype, self.dk, self.dv, self.target, self.loads, self.saves)
+        schedule = self.schedule if stage == "scan" else ""
+        spec = KernelSpec(self.op, stage, self.dtype, self.dk, self.dv, self.target, self.loads, self.saves, schedule)
+        return spec.canonical()
 
 
 class Plan:
@@ -121,7 +139,10 @@ def plan_for(problem: Problem) -> Plan:
     # The host reads any strides, so it has no second kernel for them.
     tiles = target == "host" or all(tileable(t) for t in (q, problem.k, v))
     loads: Loads = "tile" if tiles else "strided"
-    key = PlanKey(problem.op, DTYPES[q.dtype], q.shape[-1], v.shape[-1], target, q.get_device(), loads, problem.saves)
+    dv, device, saves = v.shape[-1], q.get_device(), problem.saves
+    heads = _sequences(problem) * v.shape[2]
+    schedule = choose_schedule(target, OPS[problem.op].gate, dv, loads, saves, heads, _multiprocessors(device))
+    key = PlanKey(problem.op, DTYPES[q.dtype], q.shape[-1], dv, target, device, loads, saves, schedule)
     plan = _plans.get(key)
     if plan is None:
         with _lock:
@@ -129,6 +150,16 @@ def plan_for(problem: Problem) -> Plan:
             if plan is None:
                 plan = _plans[key] = _new_plan(key)
     return plan
+
+
+def _sequences(problem: Problem) -> int:
+    return problem.q.shape[0] if problem.cu_seqlens is None else problem.cu_seqlens.numel() - 1
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: int) -> int:
+    """Of a GPU; a CPU has no waves of workgroups, so any number that is never exceeded."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device >= 0 else _MAX_BLOCKS
 
 
 def _new_plan(key: PlanKey) -> Plan:
@@ -150,7 +181,7 @@ def _on_device(index: int) -> Any:
 
 def _new_layout(problem: Problem) -> Layout | None:
     batch, tokens = problem.q.shape[:2]
-    sequences = batch if problem.cu_seqlens is None else problem.cu_seqlens.numel() - 1
+    sequences = _sequences(problem)
     if not (batch and tokens and sequences and problem.v.shape[2]):
         return None
     guard = _on_device(problem.q.get_device())

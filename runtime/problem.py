@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ _address = torch.Tensor.data_ptr
 
 @dataclass(slots=True)
 class Problem:
-    """A forward call whose arguments have been checked; nothing here is copied, cast or reshaped.
+    """A forward call; `validate.forward_problem` has checked it. Nothing here is copied, cast or reshaped.
+
+    All but the last field are the arguments of a call, in the order of `signature`: calls are written out there alone.
 
     Shapes: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, beta `[B, T, HV]`, g `[B, T, HV]` (gate per head) or
     `[B, T, HV, K]` (per channel), any strides as long as the last dimension of q, k, v and of a channel gate is
@@ -22,35 +26,34 @@ class Problem:
     """
 
     op: str
+    saves: bool
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     g: torch.Tensor | None
     beta: torch.Tensor | None
-    scale: float
-    initial_state: torch.Tensor | None
-    output_final_state: bool
-    state_v_first: bool
-    qk_l2norm: bool
-    beta_sigmoid: bool
-    beta_double: bool
-    gate_in_kernel: bool
-    A_log: torch.Tensor | None
-    dt_bias: torch.Tensor | None
-    lower_bound: float | None
     cu_seqlens: torch.Tensor | None
     cu_seqlens_cpu: torch.Tensor | None
-    saves: bool = False
+    scale: float
+    initial_state: torch.Tensor | None = None
+    output_final_state: bool = False
+    state_v_first: bool = False
+    qk_l2norm: bool = False
+    beta_sigmoid: bool = False
+    beta_double: bool = False
+    gate_in_kernel: bool = False
+    A_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+    lower_bound: float | None = None
     key: Any = None  # the caller's signature, where it has one
 
     def signature(self) -> tuple[Any, tuple[int, ...]]:
         """Key and addresses of the call."""
-        key, addresses = signature(
-            *(self.op, self.saves, self.q, self.k, self.v, self.g, self.beta, self.cu_seqlens, self.cu_seqlens_cpu),
-            *(self.scale, self.initial_state, self.output_final_state, self.state_v_first, self.qk_l2norm),
-            *(self.beta_sigmoid, self.beta_double, self.gate_in_kernel, self.A_log, self.dt_bias, self.lower_bound),
-        )
+        key, addresses = signature(*_arguments(self))
         return key if self.key is None else self.key, addresses
+
+
+_arguments: Callable[[Problem], tuple[Any, ...]] = attrgetter(*[f.name for f in fields(Problem) if f.name != "key"])
 
 
 @dataclass(slots=True)
@@ -94,21 +97,26 @@ def signature(
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Return what distinguishes one call from another, checked or not: its key, and the addresses.
 
-    The key holds all that decides whether a call is valid, which kernels it takes and how: two calls of one key differ
-    in addresses and in the values of tensors only. Strides are left out where they follow from the shape. Numbers come
-    with their type, since True, 1 and 1.0 are one key to Python; flags as what `not` makes of them.
+    The parameters are the fields of `Problem`. The key holds all that decides whether a call is valid, which kernels it
+    takes and how: two calls of one key differ in addresses and in the values of tensors only. Strides are left out
+    where they follow from the shape. Numbers come with their type, since True, 1 and 1.0 are one key to Python; flags
+    as what `not` makes of them.
 
     Written out rather than looped over: it runs on every call, and this is half its cost. Whatever cannot be read like
     a tensor raises an AttributeError, RuntimeError or TypeError; such a call is not valid.
     """
     q_at, k_at, v_at = _address(q), _address(k), _address(v)
     g_at = beta_at = initial_at = A_log_at = dt_bias_at = cu_at = 0
-    gates = betas = initial = parameters = boundaries = None
+    gates: tuple[Any, ...] | None = None
+    betas: tuple[Any, ...] | None = None
+    initial = parameters = boundaries = None
     if g is not None:
-        g_at, gates = _address(g), (g.dtype, g.device, g.shape, g.is_contiguous() or g.stride(), g.requires_grad)
+        g_at = _address(g)
+        gates = g.dtype, g.device, g.shape, g.is_contiguous() or g.stride(), g.requires_grad, not g_at or g.is_neg()
     if beta is not None:
         beta_at = _address(beta)
         betas = beta.dtype, beta.device, beta.shape, beta.is_contiguous() or beta.stride(), beta.requires_grad
+        betas += (not beta_at or beta.is_neg(),)
     if initial_state is not None:
         initial_at, initial = _address(initial_state), _describe(initial_state)
     if gate_in_kernel:
@@ -118,8 +126,10 @@ def signature(
     if cu_seqlens is not None or cu_seqlens_cpu is not None:
         boundaries = _describe(cu_seqlens), _describe(cu_seqlens_cpu)
         cu_at = 0 if cu_seqlens is None else _address(cu_seqlens)
+    # Elements that do not lie at the address (a wrapper's, a fake's, a negated view's) are for the checks to refuse.
+    elsewhere = not (q_at and k_at and v_at) or q.is_neg() or k.is_neg() or v.is_neg()
     key = (
-        (op, saves, torch.is_grad_enabled(), (q_at | k_at | v_at) % 16 == 0, type(scale), scale),
+        (elsewhere, op, saves, torch.is_grad_enabled(), (q_at | k_at | v_at) % 16 == 0, type(scale), scale),
         (q.dtype, q.device, q.shape, q.is_contiguous() or q.stride(), q.requires_grad),
         (k.dtype, k.device, k.shape, k.is_contiguous() or k.stride(), k.requires_grad),
         (v.dtype, v.device, v.shape, v.is_contiguous() or v.stride(), v.requires_grad),
@@ -133,5 +143,5 @@ def _describe(x: Any) -> Any:
     """The part of a key that is one of the rarer tensors."""
     if x is None:
         return None
-    _address(x)  # for what it raises
-    return x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), x.requires_grad
+    elsewhere = not _address(x) or x.is_neg()
+    return x.dtype, x.device, x.shape, x.is_contiguous() or x.stride(), x.requires_grad, elsewhere

@@ -315,6 +315,11 @@ def default_store() -> Store:
     return Store()
 
 
+# A child that was forked while another thread compiled has that thread's locks, but not the thread.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=default_store.cache_clear)
+
+
 def default_layers() -> list[Layer]:
     """The user's cache folder, then a temporary one. Where they lie is decided at first use."""
     return [DirectoryLayer("the user cache", user_cache), DirectoryLayer("the temporary cache", temporary_cache)]

@@ -20,6 +20,9 @@ class Schedule:
     rings : tiles that travel together ("K V rows"), each with the number of buffers of its ring.
     streams : column blocks (of the target's width) that one workgroup owns.
     unroll : chunks per pass of the main loop.
+    gates : kinds of gate that it is tuned for, where it is not the default.
+    chunk_us : microseconds that a workgroup takes per chunk (K = V = 128), by which the planner chooses; 0 for a
+        schedule that is only taken by name.
     """
 
     name: str
@@ -27,6 +30,8 @@ class Schedule:
     rings: Mapping[str, int] = field(default_factory=dict)
     streams: int = 1
     unroll: int = 1
+    gates: tuple[str, ...] = ("none", "head", "channel")
+    chunk_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,17 @@ class Target:
     Parameters
     ----------
     name : what `KernelSpec.target` and the CLI call it.
-    language : of the rendered source.
+    language : of the rendered source; it also decides which compiler and which driver serve the target.
+    device : what a device that runs it calls itself: the compute capability as ``sm_90``, the architecture as
+        ``gfx942``; ``cpu`` on host.
+    hardware : the devices, for people.
     vocabulary : file stem under ``templates/tile`` that implements the verbs.
     dtypes : of q, k, v, o.
-    wave : lanes that run in lockstep (1 on host).
     shared_limit : bytes of shared memory (LDS) that one workgroup may use; 0 where there is no such limit.
-    asynchronous : products run on beside the statements after them and must be awaited.
+    asynchronous : how Hopper works, in one word, and how the others do not: products run on beside the statements
+        after them and must be awaited; tiles come by tensor maps into rings of several buffers, whose places in shared
+        memory the generator plans. Where it is false, statements are done one after the other, a tile has one buffer,
+        and no argument is a tensor map.
     threads : of one workgroup of `prepare`, by gate kind.
     block_columns : value columns of one column block; 0 for all of them.
     build : shell commands, one a line, each of which builds a rendered source whose file is called ``{name}``.
@@ -53,9 +63,10 @@ class Target:
 
     name: str
     language: Literal["cuda", "hip", "c++"]
+    device: str
+    hardware: str
     vocabulary: str
     dtypes: tuple[str, ...]
-    wave: int
     shared_limit: int
     asynchronous: bool
     threads: Mapping[str, int]
@@ -65,6 +76,11 @@ class Target:
     flags: tuple[str, ...]
     build: str
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def loads(self) -> tuple[str, ...]:
+        """Ways of loading q, k and v that are kernels of their own: a CPU reads any strides with one."""
+        return ("tile",) if self.language == "c++" else ("tile", "strided")
 
     def columns(self, dv: int) -> int:
         """Value columns of one column block of head dim `dv`."""

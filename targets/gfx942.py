@@ -5,9 +5,10 @@ from qla.targets.base import Schedule, Target
 TARGET = Target(
     name="gfx942",
     language="hip",
+    device="gfx942",
+    hardware="MI300X, MI325X",
     vocabulary="cdna",
     dtypes=("bf16", "fp16"),
-    wave=64,
     shared_limit=65536,
     asynchronous=False,
     threads={"none": 256, "head": 256, "channel": 256},

@@ -5,9 +5,10 @@ from qla.targets.base import Schedule, Target
 TARGET = Target(
     name="gfx950",
     language="hip",
+    device="gfx950",
+    hardware="MI350X, MI355X",
     vocabulary="cdna",
     dtypes=("bf16", "fp16"),
-    wave=64,
     shared_limit=163840,
     asynchronous=False,
     threads={"none": 256, "head": 256, "channel": 256},

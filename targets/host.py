@@ -5,9 +5,10 @@ from qla.targets.base import Schedule, Target
 TARGET = Target(
     name="host",
     language="c++",
+    device="cpu",
+    hardware="any CPU",
     vocabulary="host",
     dtypes=("bf16", "fp16", "fp32"),
-    wave=1,
     shared_limit=0,
     asynchronous=False,
     threads={"none": 1, "head": 1, "channel": 1},

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from qla.codegen import elf
-from qla.codegen.spec import Source
+from qla.codegen.spec import SUFFIX, Source
 from qla.errors import CompilationError
 from qla.targets.base import Target
-
-_SUFFIX = {"cuda": ".cu", "hip": ".hip", "c++": ".cpp"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def failed(source: Source, identity: CompilerIdentity, why: str, log: str) -> Co
 def keep_source(source: Source) -> str:
     """Write the rendered source to a private folder that survives, and return its path."""
     try:
-        path = Path(tempfile.mkdtemp(prefix="qla-failed-")) / f"{source.entry}{_SUFFIX[source.language]}"
+        path = Path(tempfile.mkdtemp(prefix="qla-failed-")) / f"{source.entry}{SUFFIX[source.language]}"
         path.write_text(source.text, encoding="utf-8")
     except OSError as error:
         # The compiler's own message matters more than a place to keep the text.

@@ -8,11 +8,11 @@ import time
 from typing import Any
 
 from qla.codegen.spec import Source
-from qla.errors import CompilerNotFoundError
+from qla.errors import CompilerNotFoundError, install_hint
 from qla.runtime.compilers.base import Binary, CompilerIdentity, failed, file_identity, mapped_libraries
 from qla.targets.base import Target
 
-_HINT = "install ROCm and: pip install 'qla[rocm]' (or, to compile without ROCm: pip install 'qla[cpu]')"
+_HINT = f"install ROCm, and {install_hint('rocm')}; to compile without ROCm, {install_hint('cpu')}"
 # hiprtc is a front to the code object manager, which holds the compiler itself: both make the build.
 _LIBRARIES = ("libhiprtc", "libamd_comgr", "libamdhip64")
 

@@ -9,11 +9,10 @@ from functools import cache
 from pathlib import Path
 
 from qla.codegen.spec import Source
-from qla.errors import CompilationError, CompilerNotFoundError
+from qla.errors import CompilationError, CompilerNotFoundError, install_hint
 from qla.runtime.compilers.base import Binary, CompilerIdentity, failed, file_identity, mapped_libraries, wheel_folders
 from qla.targets.base import Target
 
-_HINT = "install it with: pip install 'qla[cuda13]' (or 'qla[cuda12]' for a CUDA 12 driver)"
 # Newest first; each wheel has its own folder under the shared `nvidia` package.
 _WHEEL_LIBRARIES = ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12")
 _SYSTEM_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
@@ -46,7 +45,7 @@ def _library() -> _Library:
         library_files = mapped_libraries("libnvrtc")
         beside = [p for file in library_files[:1] for p in sorted(file.parent.glob("libnvrtc-builtins.so*"))]
         return _described(handle, sorted({*library_files, *beside}))
-    raise CompilerNotFoundError(f"NVRTC is not installed; {_HINT}")
+    raise CompilerNotFoundError(f"NVRTC is not installed; {install_hint('cuda13', 'cuda12', 'cpu')}")
 
 
 def _described(handle: ctypes.CDLL, files: list[Path]) -> _Library:

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from qla.codegen import elf
 from qla.codegen.spec import Source
-from qla.errors import CompilationError, CompilerNotFoundError
+from qla.errors import CompilationError, CompilerNotFoundError, install_hint
 from qla.runtime.compilers.base import Binary, CompilerIdentity, failed, file_identity, wheel_folders
 from qla.runtime.compilers.cpu import cpu_features, mcpu
 from qla.targets.base import Target
 
-_HINT = "install it with: pip install 'qla[cpu]'"
 _SECONDS = 600
 # Bumped when a command line below, or SUPPORT, changes what comes out: both are part of the compiler's build.
 _RECIPE = "2"
@@ -59,7 +58,8 @@ def _zig() -> tuple[Path, CompilerIdentity]:
     else:
         found = shutil.which("zig")
         if found is None:
-            raise CompilerNotFoundError(f"no clang for this target: the package ziglang is not installed; {_HINT}")
+            what = "no clang for this target: the package ziglang is not installed"
+            raise CompilerNotFoundError(f"{what}; {install_hint('cpu')}")
         path = Path(found).resolve()
     done = subprocess.run(
         [str(path), "version"], capture_output=True, text=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL

@@ -14,6 +14,7 @@ import torch
 from qla.codegen.spec import Source
 from qla.errors import UnsupportedError
 from qla.runtime.arguments import ArgumentBlock
+from qla.targets import TARGETS
 
 __all__ = ["Driver", "device_target", "driver_for", "tileable"]
 
@@ -56,24 +57,27 @@ def tileable(tensor: torch.Tensor) -> bool:
 
 @cache
 def _target(kind: str, index: int) -> str:
+    if kind not in ("cpu", "cuda"):
+        raise UnsupportedError("device", kind, f"cpu, or cuda: {_devices('cuda', 'hip')}")
     if kind == "cpu":
-        return "host"
-    if kind != "cuda":
-        raise UnsupportedError("device", kind, "cpu, or cuda (NVIDIA sm_90, AMD gfx942 and gfx950)")
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip:
-        from qla.targets import TARGETS
+        language, device, name = "c++", "cpu", "the CPU"
+    else:
+        properties = torch.cuda.get_device_properties(index)
+        name = properties.name
+        if torch.version.hip:
+            # ROCm appends features, as in gfx950:sramecc+:xnack-.
+            language, device = "hip", str(properties.gcnArchName).split(":")[0]
+        else:
+            language, device = "cuda", f"sm_{properties.major}{properties.minor}"
+    for target in TARGETS.values():
+        if target.language == language and target.device == device:
+            return target.name
+    hint = "Tensors on the CPU run the host target."
+    raise UnsupportedError("device", f"{name} ({device})", _devices(language), hint)
 
-        # ROCm appends features, as in gfx950:sramecc+:xnack-.
-        arch = str(properties.gcnArchName).split(":")[0]
-        supported = [name for name, target in TARGETS.items() if target.language == "hip"]
-        if arch not in supported:
-            raise UnsupportedError("device", f"{properties.name} ({arch})", ", ".join(supported))
-        return arch
-    if (properties.major, properties.minor) != (9, 0):
-        got = f"{properties.name} (sm_{properties.major}{properties.minor})"
-        raise UnsupportedError("device", got, "sm_90 (H100, H200)", "Tensors on the CPU run the host target.")
-    return "sm_90a"
+
+def _devices(*languages: str) -> str:
+    return ", ".join(f"{t.device} ({t.hardware})" for t in TARGETS.values() if t.language in languages)
 
 
 def device_target(device: torch.device) -> str:
@@ -87,11 +91,12 @@ def device_target(device: torch.device) -> str:
 @cache
 def driver_for(target: str, index: int) -> Driver:
     """The driver of a target on the torch device of that index (-1 for the CPU)."""
-    if target == "host":
+    language = TARGETS[target].language
+    if language == "c++":
         from qla.runtime.drivers.host import HostDriver
 
         return HostDriver()
-    if target.startswith("gfx"):
+    if language == "hip":
         from qla.runtime.drivers.hip import HipDriver
 
         return HipDriver(index)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from qla.codegen.spec import Source
-from qla.errors import LaunchError
+from qla.errors import LaunchError, install_hint
 from qla.runtime.arguments import ArgumentBlock
 
 _INVALID_CONTEXT = 201
@@ -54,9 +54,8 @@ class CudaDriver:
         try:
             from cupy_backends.cuda.api import driver
         except ImportError as error:
-            raise LaunchError(
-                f"CuPy, which launches the CUDA kernels, cannot be imported ({error}); pip install 'qla[cuda13]'"
-            ) from error
+            what = f"CuPy, which launches the CUDA kernels, cannot be imported ({error})"
+            raise LaunchError(f"{what}; {install_hint('cuda13', 'cuda12')}") from error
         self.index = index
         self._api: Any = driver
         self._launch: Callable[..., None] = driver.launchKernel

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qla.codegen.spec import Source
-from qla.errors import LaunchError
+from qla.errors import LaunchError, install_hint
 from qla.runtime.arguments import ArgumentBlock
 
 _MAX_WORK_ITEMS = 1 << 32
@@ -41,9 +41,8 @@ class HipDriver:
         try:
             from hip import hip
         except ImportError as error:
-            raise LaunchError(
-                f"hip-python, which launches the HIP kernels, cannot be imported ({error}); pip install 'qla[rocm]'"
-            ) from error
+            what = f"hip-python, which launches the HIP kernels, cannot be imported ({error})"
+            raise LaunchError(f"{what}; {install_hint('rocm')}") from error
         self.index = index
         self._api: Any = hip
         self._launch: Callable[..., Any] = hip.hipModuleLaunchKernel

@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,13 @@ class HostDriver:
         # draws too, so a call made from within the pool cannot wait for itself.
         pieces = itertools.count(0, step)
         share = (kernel.entry, arguments.address, pieces, step, blocks)
-        others = [_workers().submit(_draw, *share) for _ in range(workers - 1)]
-        _draw(*share)
-        for future in others:
-            if not future.cancel():
-                future.result()
+        others: list[Future[None]] = []
+        try:
+            others += (_workers().submit(_draw, *share) for _ in range(workers - 1))
+            _draw(*share)
+        finally:
+            # Also when interrupted (Ctrl-C): the caller frees what the others are still writing to.
+            _finish(others)
 
     def stream(self) -> int:
         """The CPU has no streams."""
@@ -90,6 +92,22 @@ def _draw(entry: Callable[[int, int, int], Any], address: int, pieces: Iterator[
         if begin >= blocks:
             return
         entry(address, begin, min(begin + step, blocks))
+
+
+def _finish(futures: list[Future[None]]) -> None:
+    """Wait for all, come what may; an interrupt while waiting is raised when they are done."""
+    interrupt: BaseException | None = None
+    for future in futures:
+        while not (future.cancel() or future.done()):
+            try:
+                wait([future])
+            except BaseException as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    for future in futures:
+        if not future.cancelled():
+            future.result()
 
 
 def _cores() -> int:

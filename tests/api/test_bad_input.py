@@ -66,7 +66,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(plan, "driver_for", lambda target, index: fake)
     monkeypatch.setattr(plan, "fetch_binary", lambda source: b"")
-    monkeypatch.setattr(plan, "_layouts", {})
+    monkeypatch.setattr(plan, "layouts", {})
     monkeypatch.setattr(plan, "_plans", {})
     return fake
 
@@ -129,7 +129,9 @@ CASES: list[tuple[tuple[str, ...], Change, str, str]] = [
     (BETAS, to("beta", lambda x: x[:, :, :2]), "beta", r"\[B, T, HV\] = \[2, 6, 4\]"),
     (BETAS, to("beta", lambda x: x.long()), "beta", "int64"),
     (ALL, put(scale=torch.tensor(0.1)), "scale", "a number"),
-    (ALL, put(scale=float("nan")), "scale", "finite"),
+    (ALL, put(scale=float("nan")), "scale", "float32"),
+    (ALL, put(scale=1e39), "scale", "float32"),
+    (ALL, put(scale=-(10**400)), "scale", "float32"),
     (ALL, put(initial_state=torch.zeros(2, 4, 128, 64)), "initial_state", r"\[N, HV, K, V\]"),
     (ALL, put(initial_state=torch.zeros(1, 4, 64, 128)), "initial_state", r"\[2, 4, 64, 128\]"),
     (ALL, put(initial_state=torch.zeros(2, 2, 64, 128)), "initial_state", r"\[2, 4, 64, 128\]"),
@@ -158,7 +160,8 @@ CASES: list[tuple[tuple[str, ...], Change, str, str]] = [
     ((GDN,), put(use_gate_in_kernel=True, A_log=torch.zeros(4), dt_bias=torch.zeros(64)), "dt_bias", "4 elements"),
     ((KDA,), put(use_gate_in_kernel=True, A_log=torch.zeros(4), dt_bias=torch.zeros(4)), "dt_bias", "256 elements"),
     ((KDA,), put(use_gate_in_kernel=True, lower_bound=0.0), "lower_bound", "negative"),
-    ((KDA,), put(use_gate_in_kernel=True, lower_bound=float("-inf")), "lower_bound", "finite"),
+    ((KDA,), put(use_gate_in_kernel=True, lower_bound=float("-inf")), "lower_bound", "float32"),
+    ((KDA,), put(use_gate_in_kernel=True, lower_bound=-(10**400)), "lower_bound", "float32"),
     ((KDA,), put(use_gate_in_kernel=True, lower_bound="-5"), "lower_bound", "number"),
     ((KDA,), put(use_gate_in_kernel=True, lower_bound=-6.0, safe_gate=True), "lower_bound", r"\[-5, 0\)"),
     ((KDA,), put(use_gate_in_kernel=True, A_log=torch.zeros(4), safe_gate=True), "lower_bound", r"\[-5, 0\)"),
@@ -283,7 +286,7 @@ def test_a_warm_call_gets_the_same_verdict_as_a_cold_one(
         for x, value in changes:
             warm = verdict(name, a | {x: value})
             with monkeypatch.context() as patch:
-                patch.setattr(plan, "_layouts", {})
+                patch.setattr(plan, "layouts", {})
                 cold = verdict(name, a | {x: value})
             assert warm == cold, x
             refused |= {x} if cold else set()
@@ -449,3 +452,31 @@ def test_chunk_ops_have_chunks_of_64() -> None:
         assert op(64).chunk_size == 64
         with pytest.raises(qla.UnsupportedError, match="chunk_size"):
             op(chunk_size=32)
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """A view with the values of x that torch keeps negated in memory."""
+    view = torch.imag(torch.complex(torch.zeros_like(x), -x).conj())
+    assert view.is_neg()
+    assert torch.equal(view, x)
+    return view
+
+
+def emptied(x: torch.Tensor) -> torch.Tensor:
+    """A tensor whose storage has been given back, as sharding wrappers do."""
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("hidden", [negated, emptied])
+@pytest.mark.parametrize("name", ["q", "v", "g", "beta", "initial_state", "A_log"])
+def test_elements_that_are_not_at_the_address(name: str, hidden: Callable[..., torch.Tensor], warm: bool) -> None:
+    a = inputs.make(
+        "chunk_gated_delta_rule", T=70, H=1, HV=2, K=64, V=64, dtype=torch.float32, state=True, use_gate_in_kernel=True
+    )
+    if warm:
+        qla.chunk_gated_delta_rule(**a)
+    with pytest.raises(qla.UnsupportedError, match=name):
+        qla.chunk_gated_delta_rule(**a | {name: hidden(a[name])})

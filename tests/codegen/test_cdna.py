@@ -229,7 +229,10 @@ def test_matrix_instructions_of_the_chain(target: str, op: str, dtype: Dtype, dk
 
 
 def test_states_are_saved_every_64_tokens() -> None:
-    ends = {"gfx942": ("if (chunk % 2 == 0) save(chunk / 2);", "save((chunks + 1) / 2);"), "gfx950": ("save(chunks);",)}
+    ends = {
+        "gfx942": ("if (chunk % 2 == 0) save(b, chunk / 2);", "save(S, (chunks + 1) / 2);"),
+        "gfx950": ("save_state(S, chunks);",),
+    }
     for target, lines in ends.items():
         text = render(KernelSpec("gla", "scan", "bf16", 64, 64, target, saves=True)).text
         assert all(line in text for line in lines)

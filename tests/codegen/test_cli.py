@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ from typer.testing import CliRunner
 
 import qla
 from qla.codegen import builds, cli, demo, lines, matrix
-from qla.codegen.ops import OPS
+from qla.codegen.ops import OPS, Op
 from qla.codegen.resources import Resources
 from qla.codegen.spec import KernelSpec
+from qla.errors import CompilerNotFoundError, UnsupportedError
+from qla.runtime import drivers
 from qla.targets import TARGETS
 
 RESULT = {"cuda": ".cubin", "hip": ".co", "c++": ".so"}
+RUNNABLE = [op for op in OPS if demo.public_function(op)]
 # The commands say `python`; it is the one that runs the tests.
 ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
 
@@ -47,7 +52,8 @@ def commands(text: str) -> list[str]:
 def test_emitted_sources_build_with_their_own_command(target: str, op: str, tmp_path: Path) -> None:
     call("emit", op, "--target", target, "--dv", "64", "--output", str(tmp_path))
     sources = sorted(tmp_path.iterdir())
-    assert [s.stem for s in sources] == [f"{op}_{stage}_bf16_k128_v64" for stage in ("prepare", "scan")]
+    # What does not look at values is not named after their head dim.
+    assert [s.stem for s in sources] == [f"{op}_prepare_bf16_k128_v128", f"{op}_scan_bf16_k128_v64"]
     for source in sources:
         tried = 0
         for command in commands(source.read_text()):
@@ -63,7 +69,7 @@ def test_emitted_sources_build_with_their_own_command(target: str, op: str, tmp_
             assert built.stat().st_size > 1000
             built.unlink()
         # All but CUDA's have one with the compiler that the tests bring along.
-        assert tried or target == "sm_90a"
+        assert tried or TARGETS[target].language == "cuda"
 
 
 @pytest.mark.parametrize("target", list(TARGETS))
@@ -76,9 +82,9 @@ def test_build_commands_have_the_targets_flags(target: str) -> None:
 def test_emit_one_stage_and_options(tmp_path: Path) -> None:
     arguments = ("--stage", "scan", "--dtype", "fp16", "--dk", "64", "--loads", "strided", "--saves")
     folder = tmp_path / "new" / "folder"
-    result = call("emit", "delta_rule", *arguments, "--schedule", "serial", "--output", str(folder))
+    result = call("emit", "delta_rule", *arguments, "--schedule", "skewed", "--output", str(folder))
     (path,) = folder.iterdir()
-    assert path.name == "delta_rule_scan_fp16_k64_v128_strided_saves_serial.cu"
+    assert path.name == "delta_rule_scan_fp16_k64_v128_strided_saves_skewed.cu"
     assert result.output.splitlines()[0] == str(path)
 
 
@@ -105,7 +111,11 @@ def test_emit_writes_to_a_folder_of_the_target(tmp_path: Path, monkeypatch: pyte
         (("emit", "gla", "--dk", "96"), "(64, 128)"),
         (("emit", "gla", "--stage", "backward"), "prepare, scan, all"),
         (("emit", "gla", "--loads", "random"), "tile, strided"),
-        (("emit", "gla", "--schedule", "fast"), "serial, skewed"),
+        (("emit", "gla", "--loads", "strided", "--target", "host"), "loads: got strided; supported: tile on host"),
+        (("emit", "kda", "--saves"), "saves: got True for kda; supported: the ops delta_rule, gla"),
+        (("emit", "gla", "--schedule", "fast"), "sm_90a has no schedule `fast`; it has serial"),
+        (("emit", "gla", "--schedule", "skewed", "--target", "host"), "host has no schedule `skewed`; it has serial"),
+        (("emit", "gla", "--schedule", "serial", "--stage", "prepare"), "supported: the stage scan"),
         (("compile", "--targets", "sm_90a,sm_80"), "sm_80"),
         (("demo", "--device", "tpu"), "auto, host, cuda"),
         (("demo", "--tokens", "0"), "tokens"),
@@ -133,7 +143,7 @@ def test_list_for_programs() -> None:
     found = json.loads(call("list", "--json").stdout)
     assert list(found["ops"]) == list(OPS)
     assert found["head_dims"] == [64, 128]
-    assert found["targets"]["sm_90a"]["schedules"] == ["serial", "skewed"]
+    assert found["targets"]["sm_90a"]["schedules"] == [s.name for s in TARGETS["sm_90a"].schedules]
     assert found["targets"]["host"]["kernels"] == len(matrix.full("host"))
 
 
@@ -162,6 +172,7 @@ in a step
 {%- endcall %}
 """
     monkeypatch.setattr(lines, "_text", lambda package, name: text)
+    monkeypatch.setattr(lines, "OPS", {op: OPS[op] for op in ("gated_delta_rule", "delta_rule", "kda", "gla")})
     use = lines.kernel_use("scan")
     delta = ("gated_delta_rule", "delta_rule", "kda")
     assert use.shared == 4  # for all, verb, step, in a step
@@ -188,7 +199,7 @@ def test_lines_shows_every_file() -> None:
 # compile --------------------------------------------------------------------------------------------------------------
 
 
-def few(target: str, limit: int = 0) -> list[KernelSpec]:
+def few(target: str) -> list[KernelSpec]:
     return [KernelSpec("gla", "prepare", "bf16", 64, 64, target), KernelSpec("gla", "scan", "fp16", 64, 64, target)]
 
 
@@ -235,7 +246,7 @@ def test_a_kernel_that_does_not_compile_fails(monkeypatch: pytest.MonkeyPatch) -
 
 def test_demo_passes_on_the_host() -> None:
     result = call("demo", "--device", "host", "--targets", "host", "--tokens", "100")
-    assert "all 12 checks passed" in result.output
+    assert f"all {2 * len(OPS) + len(RUNNABLE)} checks passed" in result.output
     for op in OPS:
         assert op in result.output
 
@@ -259,17 +270,85 @@ def test_demo_fails_on_a_wrong_result(planted: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(demo, "specs", lambda targets: [])
     result = call("demo", "--device", "host", "--tokens", "100", code=1)
     assert "miss" in result.output
-    assert "1 of 4 checks missed" in result.output
+    assert f"1 of {len(RUNNABLE)} checks missed" in result.output
 
 
 def test_demo_fails_on_an_unfit_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "specs", lambda targets: few("host"))
     monkeypatch.setattr(builds, "report", lambda data, log, target: SPILLED)
     result = call("demo", "--device", "host", "--tokens", "64", code=1)
-    assert "2 of 6 checks missed" in result.output
+    assert f"2 of {2 + len(RUNNABLE)} checks missed" in result.output
 
 
-def test_demo_refuses_a_gpu_that_is_not_there() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
+def test_demo_does_not_run_an_op_without_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "OPS", {"gla": OPS["gla"], "decay": Op(delta=False, gate="head")})
+    monkeypatch.setattr(demo, "specs", lambda targets: [])
+    result = call("demo", "--device", "host", "--tokens", "64")
+    assert "decay has no public function qla.chunk_decay: compiled, not run" in result.output
+    assert "all 1 checks passed" in result.output
+    with pytest.raises(UnsupportedError, match="chunk_decay"):
+        demo.run_op("decay", {}, "cpu", lambda n: None)
+
+
+def test_demo_refuses_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--device host" in call("demo", "--device", "cuda", code=2).stderr
+    assert demo.pick_device("auto") == ("cpu", "")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """A GPU that torch sees; its properties can be changed."""
+    properties = types.SimpleNamespace(name="a GPU", major=9, minor=0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    drivers._target.cache_clear()
+    yield properties
+    drivers._target.cache_clear()
+
+
+def without_cupy(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", None)
+    return "pip install '.[cuda13]'"
+
+
+def without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> str:
+    def missing() -> None:
+        raise CompilerNotFoundError("NVRTC is not installed; get it")
+
+    monkeypatch.setattr(demo, "driver_for", lambda target, index: None)
+    monkeypatch.setattr(demo, "compiler_for", lambda target: types.SimpleNamespace(identity=missing))
+    return "NVRTC is not installed"
+
+
+@pytest.mark.parametrize("missing", [without_cupy, without_nvrtc])
+def test_demo_runs_on_the_cpu_where_the_gpu_cannot_be_used(
+    missing: Callable[[pytest.MonkeyPatch], str], gpu: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = missing(monkeypatch)
+    monkeypatch.setattr(demo, "specs", lambda targets: [])
+    result = call("demo", "--tokens", "64")
+    (line,) = (line for line in result.output.splitlines() if line.startswith("runs on the CPU, not on the GPU: "))
+    assert said in line
+    assert f"all {len(RUNNABLE)} checks passed" in result.output
+    assert said in call("demo", "--device", "cuda", code=2).stderr
+    assert demo.pick_device("host") == ("cpu", "")
+
+
+def test_demo_runs_on_the_cpu_where_the_gpu_is_not_supported(gpu: types.SimpleNamespace) -> None:
+    gpu.major = 8
+    place, why = demo.pick_device("auto")
+    assert place == "cpu"
+    assert "a GPU (sm_80); supported: sm_90 (H100, H200)" in why
+    with pytest.raises(UnsupportedError, match="sm_80"):
+        demo.pick_device("cuda")
+
+
+def test_demo_takes_a_gpu_that_can_be_used(gpu: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(demo, "driver_for", lambda target, index: asked.append((target, index)))
+    monkeypatch.setattr(demo, "compiler_for", lambda target: types.SimpleNamespace(identity=lambda: None))
+    assert demo.pick_device("auto") == demo.pick_device("cuda") == ("cuda", "")
+    assert asked == [("sm_90a", 5)] * 2

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from qla.codegen import elf, resources
-from qla.codegen.matrix import MOST_KERNELS, full, pairwise
+from qla.codegen.matrix import full, pairwise
 from qla.codegen.ops import OPS
 from qla.codegen.render import render
 from qla.codegen.spec import KernelSpec
@@ -59,9 +59,7 @@ def compile_all(name: str, specs: Sequence[KernelSpec]) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_pairwise_set_compiles_clean(target: str) -> None:
-    specs = pairwise(target)
-    assert len(specs) <= MOST_KERNELS <= 150
-    compile_all(f"{target}, pairwise", specs)
+    compile_all(f"{target}, pairwise", pairwise(target))
 
 
 @pytest.mark.full
@@ -85,5 +83,6 @@ def test_pairwise_set_has_every_choice(target: str) -> None:
                 assert {s.loads for s in mine} == {"tile", "strided"}
         scans = [s for s in specs if (s.op, s.stage) == (op, "scan")]
         assert {(s.dk, s.dv) for s in scans} == {(64, 64), (64, 128), (128, 64), (128, 128)}
-        assert {s.schedule for s in scans} == {"", *(s.name for s in facts.schedules[1:])}
+        others = [s for s in facts.schedules[1:] if OPS[op].gate in s.gates]
+        assert {s.schedule for s in scans} == {"", *(s.name for s in others)}
     assert any(s.saves for s in specs)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 
 from qla.codegen import matrix
 from qla.codegen.ops import OPS
+from qla.codegen.render import render
 from qla.codegen.spec import HEAD_DIMS, KernelSpec
+from qla.runtime.plan import PlanKey
+from qla.runtime.planner import choose_schedule
 from qla.targets import TARGETS
 
 pytestmark = pytest.mark.parametrize("target", list(TARGETS))
@@ -24,8 +28,9 @@ def pairs(specs: list[KernelSpec]) -> set[object]:
 
 def test_full_names_each_kernel_once(target: str) -> None:
     specs = matrix.full(target)
-    assert len(set(specs)) == len(specs) <= matrix.MOST_KERNELS
+    assert len(set(specs)) == len(specs)
     assert {spec.target for spec in specs} == {target}
+    assert [spec.canonical() for spec in specs] == specs
 
 
 def test_full_has_every_choice(target: str) -> None:
@@ -38,8 +43,8 @@ def test_full_has_every_choice(target: str) -> None:
     scans = {(s.dk, s.dv) for s in specs if s.stage == "scan"}
     assert scans == {(dk, dv) for dk in HEAD_DIMS for dv in HEAD_DIMS}
     assert {s.schedule or facts.schedules[0].name for s in specs} == {s.name for s in facts.schedules}
-    assert {s.op for s in specs if s.saves} == set(matrix.SAVING_OPS)
-    assert {s.loads for s in specs} == ({"tile"} if target == "host" else {"tile", "strided"})
+    assert {s.op for s in specs if s.saves} == {op for op, features in OPS.items() if features.saves}
+    assert {s.loads for s in specs} == set(facts.loads)
 
 
 def test_pairwise_has_all_pairs(target: str) -> None:
@@ -57,6 +62,31 @@ def test_pairwise_has_each_kernel_with_all_its_head_dims(target: str) -> None:
     assert dims(matrix.pairwise(target)) == dims(matrix.full(target))
 
 
-def test_pairwise_says_when_the_limit_is_too_low(target: str) -> None:
-    with pytest.raises(ValueError, match="limit 5"):
-        matrix.pairwise(target, limit=5)
+def test_the_runtime_asks_for_listed_kernels_only(target: str) -> None:
+    """Whatever the call: any op, dtype, head dims, strides and number of heads, with and without saved states."""
+    listed, facts = set(matrix.full(target)), TARGETS[target]
+    asked: set[KernelSpec] = set()
+    for op, dtype, dk, dv, loads in product(OPS, facts.dtypes, HEAD_DIMS, HEAD_DIMS, facts.loads):
+        for saves in (False, True) if OPS[op].saves else (False,):
+            for heads, processors in product((1, 16, 64, 128, 130, 500, 4096), (1, 78, 132, 304)):
+                schedule = choose_schedule(target, OPS[op].gate, dv, loads, saves, heads, processors)
+                key = PlanKey(op, dtype, dk, dv, target, 0, loads, saves, schedule)  # type: ignore[arg-type]
+                asked |= {key.spec("prepare"), key.spec("scan")}
+    assert asked <= listed
+    measured = {s.name for s in facts.schedules[1:] if not s.chunk_us}
+    assert listed - asked == {spec for spec in listed if spec.schedule in measured}
+
+
+def test_specs_of_one_canonical_spec_are_one_kernel(target: str) -> None:
+    for spec in matrix.full(target):
+        if spec.stage == "prepare":
+            others = [replace(spec, dv=dv) for dv in HEAD_DIMS]
+            if OPS[spec.op].saves:
+                others += [replace(other, saves=True) for other in others]
+            for other in others:
+                if other.canonical() == spec != other:
+                    assert render(other).text.replace(other.name, spec.name) == render(spec).text
+                    assert replace(render(other), spec=spec, entry=spec.name, text="") == replace(render(spec), text="")
+    default = TARGETS[target].schedules[0].name
+    scan = KernelSpec("gla", "scan", "bf16", 64, 64, target)
+    assert replace(scan, schedule=default).canonical() == scan

@@ -147,7 +147,7 @@ class Case:
     expected: tuple[torch.Tensor, ...]
 
     def spec(self, stage: Stage) -> KernelSpec:
-        return KernelSpec(self.op, stage, "fp32", 64, 64, "host", saves=self.saves)
+        return KernelSpec(self.op, stage, "fp32", 64, 64, "host", saves=self.saves).canonical()
 
     def error(self) -> float:
         """The largest error of a call."""
@@ -208,7 +208,7 @@ def test_no_line_of_math_can_be_changed(
     monkeypatch.setattr(plan, "render_source", lambda spec: sources[spec])
     monkeypatch.setattr(plan, "fetch_binary", lambda source: built[source.spec])
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "_layouts", {})
+    monkeypatch.setattr(plan, "layouts", {})
 
     def build(source: Source) -> bytes | None:
         try:
@@ -219,7 +219,7 @@ def test_no_line_of_math_can_be_changed(
     def run(case: Case, source: Source, binary: bytes) -> float:
         sources[source.spec], built[source.spec] = source, binary
         plan._plans.clear()
-        plan._layouts.clear()
+        plan.layouts.clear()
         return case.error()
 
     killed: set[Mutant] = set()

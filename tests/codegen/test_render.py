@@ -142,7 +142,7 @@ def changed_scan(old: str, new: str) -> dict[str, str]:
         ("kernels/scan.j2", 'tile("Q", "q", C, K)', 'tile("Q", "q", C, Keys)', SCAN),
         ("kernels/scan.j2", "if gate == \"head\" }}", "if gates == \"head\" }}", SCAN),
         ("tile/sm_90a_scan.j2", "{{ threads }}, 1)", "{{ treads }}, 1)", SCAN),
-        ("tile/sm_90a.j2", "constexpr int THREADS = {{ threads }};", "constexpr int THREADS = {{ treads }};", SCAN),
+        ("tile/sm_90a.j2", "typedef u16 number;  // {{ dtype }}", "typedef u16 number;  // {{ type }}", SCAN),
         (
             "kernels/prepare.j2",
             "{%- set channel = gate == \"channel\" %}",

@@ -32,6 +32,7 @@ def problem(**changes: Any) -> Problem:
     q = torch.zeros(2, 70, 2, 128, dtype=torch.bfloat16)
     base = Problem(
         op="gated_delta_rule",
+        saves=False,
         q=q,
         k=torch.zeros_like(q),
         v=torch.zeros(2, 70, 4, 64, dtype=torch.bfloat16),

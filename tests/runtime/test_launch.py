@@ -39,7 +39,7 @@ def same(got: Results, expected: Results) -> bool:
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime that has loaded nothing; the one before comes back afterwards."""
-    monkeypatch.setattr(plan, "_layouts", {})
+    monkeypatch.setattr(plan, "layouts", {})
     monkeypatch.setattr(plan, "_plans", {})
 
 

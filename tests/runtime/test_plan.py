@@ -84,7 +84,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(plan, "fetch_binary", lambda source: source.entry.encode())
     monkeypatch.setattr(plan, "driver_for", lambda target, index: driver)
     monkeypatch.setattr(plan, "device_target", lambda device: "sm_90a")
-    monkeypatch.setattr(plan, "_layouts", {})
+    monkeypatch.setattr(plan, "layouts", {})
     monkeypatch.setattr(plan, "_plans", {})
     return driver
 
@@ -93,6 +93,7 @@ def problem(B: int = 2, T: int = 70, H: int = 2, HV: int = 4, K: int = 128, V: i
     """A gated delta rule call with values that tell tensors apart."""
     base = Problem(
         op="gated_delta_rule",
+        saves=False,
         q=torch.ones(B, T, H, K, dtype=torch.bfloat16),
         k=torch.ones(B, T, H, K, dtype=torch.bfloat16),
         v=torch.ones(B, T, HV, V, dtype=torch.bfloat16),
@@ -186,7 +187,7 @@ def test_state_layout(recorder: Recorder) -> None:
 
 
 def test_saves(recorder: Recorder) -> None:
-    result, a, b = launched(recorder, problem(saves=True))
+    result, a, b = launched(recorder, problem(op="delta_rule", g=None, saves=True))
     assert result.states is not None
     assert result.states.shape == (2, 3, 4, 128, 128)
     assert result.states.dtype == torch.float32
@@ -197,9 +198,12 @@ def test_saves(recorder: Recorder) -> None:
         assert tensor.dtype == torch.bfloat16
         assert a[name] == tensor.data_ptr()
     assert all(spec.saves for spec in recorder.loaded)
+    recorder.loaded.clear()
     result, _, _ = launched(recorder, problem(op="gla", g=torch.zeros(2, 70, 4, 128), beta=None, saves=True))
     assert result.states is not None
     assert result.A is None
+    # Without a delta rule it is the scan alone that saves, after a prepare that is like any other.
+    assert {spec.stage: spec.saves for spec in recorder.loaded} == {"prepare": False, "scan": True}
 
 
 def test_repeated_calls_pass_the_new_addresses_and_load_once(recorder: Recorder) -> None:
@@ -210,7 +214,7 @@ def test_repeated_calls_pass_the_new_addresses_and_load_once(recorder: Recorder)
     assert a["o"] == result.o.data_ptr()
     launched(recorder, problem(T=33))
     assert [spec.stage for spec in recorder.loaded] == ["prepare", "scan"]
-    assert len(plan._layouts) == 2
+    assert len(plan.layouts) == 2
 
 
 @pytest.mark.parametrize(
@@ -239,19 +243,20 @@ def test_repeated_calls_pass_the_new_addresses_and_load_once(recorder: Recorder)
         {"v": torch.zeros(2, 70, 8, 128, dtype=torch.bfloat16)},
         {"v": torch.zeros(2, 70, 4, 64, dtype=torch.bfloat16)},
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_a_layout_is_never_reused_for_a_call_that_differs(recorder: Recorder, changes: dict[str, Any]) -> None:
     """After a plain call, any change must give the same arguments as without that call."""
-    call = problem(**changes)
+    plain = {"op": "delta_rule", "g": None} if "saves" in changes else {}
+    call = problem(**plain, **changes)
     _, fresh, fresh_scan = launched(recorder, call)
-    plan._layouts.clear()
-    launched(recorder, problem())
+    plan.layouts.clear()
+    launched(recorder, problem(**plain))
     _, warm, warm_scan = launched(recorder, call)
     new = ("o", "final_state", "states", "A_out", "w_out", "u_out", "ws_a", "ws_rows", "o_map")
     for a, b in ((fresh, warm), (fresh_scan, warm_scan)):
         assert {n: x for n, x in a.items() if n not in new} == {n: x for n, x in b.items() if n not in new}
-    assert len(plan._layouts) == 2
+    assert len(plan.layouts) == 2
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -321,7 +326,7 @@ def test_workspace_without_the_raw_interface_is_a_tensor_until_released() -> Non
 def test_blocks_are_filled_again_only_for_other_addresses(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     call, other = problem(), problem()
     plan.run(call)
-    (layout,) = plan._layouts.values()
+    (layout,) = plan.layouts.values()
     layout.free.clear()
     out, at = torch.empty_like(call.v), torch.empty(1 << 20, dtype=torch.uint8).data_ptr()
     fills: list[tuple[int, ...]] = []
@@ -444,7 +449,7 @@ def test_layouts_are_bounded(recorder: Recorder, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(plan, "_LAYOUTS_KEPT", 3)
     for tokens in range(1, 9):
         plan.run(problem(T=tokens))
-    assert len(plan._layouts) == 3
+    assert len(plan.layouts) == 3
 
 
 def test_threads_do_not_share_argument_blocks(recorder: Recorder) -> None:
@@ -467,7 +472,7 @@ def test_threads_do_not_share_argument_blocks(recorder: Recorder) -> None:
             plan.run(call)
 
     plan.run(problems[0])
-    for layout in plan._layouts.values():
+    for layout in plan.layouts.values():
         assert isinstance(layout, plan.Layout)
         layout.launch = launch
     threads = [threading.Thread(target=work, args=(call,)) for call in problems]

@@ -51,15 +51,12 @@ struct Args {
   i64 k_stride_b;
   i64 k_stride_t;
   i64 k_stride_h;
-  i64 k_stride_d;
   i64 q_stride_b;
   i64 q_stride_t;
   i64 q_stride_h;
-  i64 q_stride_d;
   i64 v_stride_b;
   i64 v_stride_t;
   i64 v_stride_h;
-  i64 v_stride_d;
   i64 o_stride_b;
   i64 o_stride_t;
   i64 o_stride_h;
@@ -71,9 +68,7 @@ struct Args {
   i64 final_stride_h;
   i64 final_stride_k;
   i64 final_stride_v;
-  int batch;
   int tokens;
-  int sequences;
   int heads;
   int value_heads;
   int has_cu_seqlens;
@@ -96,6 +91,11 @@ DEV Sequence sequence_at(const Args& args, int n) {
   const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
   return {0, start, end - start, start / C + n};
 }
+// The rows of a head, from a token on.
+template <class T>
+DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t, i64 stride_h) {
+  return x + batch * stride_b + token * stride_t + head * stride_h;
+}
 
 // ---- tiles in LDS, and what a lane gives to the matrix cores and gets from them
 typedef u32 Eight __attribute__((ext_vector_type(4), aligned(8)));  // numbers that lie side by side
@@ -107,7 +107,9 @@ struct SharedTile {
   __attribute__((aligned(16))) number x[ROWS * PITCH];
   DEV number& at(int row, int column) { return x[row * PITCH + column]; }
   // Operand A of rows 32 block + (0 … 31) and columns 8 step + (0 … 7).
-  DEV Four operand(int block, int step) const { return *(const Four*)&x[(32 * block + low_lane()) * PITCH + 8 * step + 4 * upper()]; }
+  DEV Four operand(int block, int step) const {
+    return *(const Four*)&x[(32 * block + low_lane()) * PITCH + 8 * step + 4 * upper()];
+  }
 };
 typedef float f32x16 __attribute__((ext_vector_type(16)));
 typedef short Numbers __attribute__((ext_vector_type(4)));
@@ -277,7 +279,7 @@ struct ColumnPieces {
   }
 };
 
-// What this wave works on.
+// ---- what a wave works on, and the chunk that is on its way to it
 struct Work {
   Sequence sequence;
   int value_head, column;
@@ -315,11 +317,15 @@ struct Ring_K {
   DEV LowerTile<64> P() const { return {tiles.P}; }
 
   DEV void fetch() {
-    const int token = work.token(chunk), rows = work.rows(chunk);
+    const int batch = work.sequence.batch, token = work.token(chunk), rows = work.rows(chunk);
+    const int head = work.value_head * args.heads / args.value_heads;
     const i64 place = (i64)(work.sequence.slot + chunk) * args.value_heads + work.value_head;
-    next_K.fetch((const number*)args.k + work.sequence.batch * args.k_stride_b + token * args.k_stride_t + (work.value_head * args.heads / args.value_heads) * args.k_stride_h, args.k_stride_t, rows);
-    next_Q.fetch((const number*)args.q + work.sequence.batch * args.q_stride_b + token * args.q_stride_t + (work.value_head * args.heads / args.value_heads) * args.q_stride_h, args.q_stride_t, rows);
-    next_V.fetch((const number*)args.v + work.sequence.batch * args.v_stride_b + token * args.v_stride_t + work.value_head * args.v_stride_h + (work.column + low_lane()), args.v_stride_t, rows);
+    next_K.fetch(rows_of((const number*)args.k, batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h),
+                 args.k_stride_t, rows);
+    next_Q.fetch(rows_of((const number*)args.q, batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h),
+                 args.q_stride_t, rows);
+    next_V.fetch(rows_of((const number*)args.v, batch, token, work.value_head, args.v_stride_b, args.v_stride_t, args.v_stride_h) +
+                     (work.column + low_lane()), args.v_stride_t, rows);
     next_A.fetch((const number*)args.ws_a + place * 4096);
     next_P.fetch((const number*)args.ws_p + place * 4096);
     next_rows = *(const Eight*)((const unsigned char*)args.ws_rows + place * RECORD + rows_at());
@@ -346,11 +352,15 @@ template <class R> DEV void release(R&) { sync(); }
 
 extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const Args args) {
   __shared__ Tiles tiles;
+
+  // ---- what this wave works on
   const int stream = wave();
   const int value_head = block_id() % args.value_heads, n_sequence = block_id() / args.value_heads;
   const int column = stream * 32;
   const Work work{sequence_at(args, n_sequence), value_head, column};
   const int chunks = work.chunks();
+
+  // ---- the chain
   Block<128> S;
   Block<64> O;
   Operand<128> Sr;
@@ -365,7 +375,7 @@ extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const 
   FloatRows<64> out;
 
   auto store_rows = [&](const Operand<C>& x, int chunk) {
-    number* o = (number*)args.o + work.sequence.batch * args.o_stride_b + work.token(chunk) * args.o_stride_t + value_head * args.o_stride_h + column;
+    number* o = rows_of((number*)args.o, work.sequence.batch, work.token(chunk), value_head, args.o_stride_b, args.o_stride_t, args.o_stride_h) + column;
     const i64 mine = row_of(0) * args.o_stride_t + low_lane();
     const int rows = work.rows(chunk) - row_of(0);
 #pragma unroll
@@ -376,7 +386,8 @@ extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const 
   };
 
   if (args.initial_state) {
-    const float* from = (const float*)args.initial_state + n_sequence * args.initial_stride_n + value_head * args.initial_stride_h + column * args.initial_stride_v;
+    const float* from = (const float*)args.initial_state + n_sequence * args.initial_stride_n +
+                        value_head * args.initial_stride_h + column * args.initial_stride_v;
     fill(S, [&](int k, int v) { return from[k * args.initial_stride_k + v * args.initial_stride_v]; });
   } else {
     fill(S, [](int, int) { return 0.f; });
@@ -408,7 +419,7 @@ extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const 
       // O = out O + P V'
       scale_rows(O, out);
       accumulate(O, ring_K.P(), Vr);
-      // S += Kt (left V')
+      // S += Kᵀ (left V')
       scaled_operand(X, left, Vr);
       accumulate(S, transposed(ring_K.K()), X);
       release(ring_K);
@@ -419,7 +430,8 @@ extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const 
     }
   }
   if (args.final_state) {
-    float* to = (float*)args.final_state + n_sequence * args.final_stride_n + value_head * args.final_stride_h + column * args.final_stride_v;
+    float* to = (float*)args.final_state + n_sequence * args.final_stride_n + value_head * args.final_stride_h +
+                column * args.final_stride_v;
     for_each(S, [&](int k, int v, float x) { to[k * args.final_stride_k + v * args.final_stride_v] = x; });
   }
 }

@@ -59,7 +59,6 @@ struct Args {
   i64 beta_stride_b;
   i64 beta_stride_t;
   i64 beta_stride_h;
-  int batch;
   int tokens;
   int sequences;
   int heads;
@@ -67,7 +66,6 @@ struct Args {
   int has_cu_seqlens;
   int cu_is_int64;
   int flags;
-  int slots;
   int g_type;
   int A_log_type;
   int dt_bias_type;
@@ -77,7 +75,7 @@ struct Args {
 };
 
 constexpr int C = 64;  // tokens of a chunk
-constexpr int K = 128, V = 128;  // head dims
+constexpr int K = 128;  // head dim of q and k
 
 // A sequence: rows [start, start + length) of batch row `batch`; its chunks use workspace slots from `slot` on.
 struct Sequence {
@@ -92,8 +90,12 @@ DEV Sequence sequence_at(const Args& args, int n) {
   const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
   return {0, start, end - start, start / C + n};
 }
+// The rows of a head, from a token on.
+template <class T>
+DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t, i64 stride_h) {
+  return x + batch * stride_b + token * stride_t + head * stride_h;
+}
 
-DEV u16 to_number(float x) { return (u16)pack(x, 0.f); }
 DEV float from_bf16(u16 x) { return __builtin_bit_cast(float, (u32)x << 16); }
 DEV float from_fp16(u16 x) { return __builtin_bit_cast(_Float16, x); }
 DEV float to_float(u16 x) { return from_bf16(x); }
@@ -106,14 +108,9 @@ DEV float log1p_(float x) {
 DEV float rsqrt_(float x) { return __builtin_amdgcn_rsqf(x); }
 
 #define FOR_EACH(i, n) for (int i = thread_id(); i < (n); i += THREADS)
-constexpr int LD = C + 4;   // floats from one row of a [C, C] matrix in shared memory to the next
+constexpr int LD = C + 4;   // floats from one row of a [C, C] matrix to the next
 constexpr int LDG = K + 8;  // likewise of a [C, K] matrix
-
-// The workgroup is one team.
-constexpr int TEAMS = 1;
-#define FOR_TEAM(i, n) FOR_EACH(i, n)
-DEV int team() { return 0; }
-DEV void sync_team() { sync(); }
+DEV int team() { return 0; }  // the workgroup is one
 constexpr int LDL = C + 4, LOWER = C * LDL;  // floats of a row and of all of a lower triangular matrix
 DEV int lower_at(int r, int c) { return r * LDL + c; }
 
@@ -131,7 +128,7 @@ struct SharedTile {
 
 // Rows of a tensor into a tile; rows at and after `rows` become zero.
 template <int COLUMNS>
-DEV void load_tile(SharedTile<C, COLUMNS>& to, const number* from, i64 stride_t, i64 stride_d, int rows) {
+DEV void load_tile(SharedTile<C, COLUMNS>& to, const number* from, i64 stride_t, i64, int rows) {
   constexpr int COUNT = C * COLUMNS / 8 / THREADS;  // of one thread, all under way at once
   Eight x[COUNT];
 #pragma unroll
@@ -161,10 +158,12 @@ DEV void sync_tiles() { sync(); }
 // ---- tiles in memory lie row by row: piece i of one holds eight neighbours from (row, column) on
 struct Place { int row, column; };
 template <int ROWS, int COLUMNS> DEV Place image_place(int i) { return {i / (COLUMNS / 8), i % (COLUMNS / 8) * 8}; }
-DEV void store_eight(void* to, i64 i, const float* x) { ((Eight*)to)[i] = Eight{pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])}; }
 template <int ROWS, int COLUMNS> DEV int image_pair(int row, int column) { return (row * COLUMNS + column) / 2; }
-DEV void store_pair(void* to, i64 i, float lo, float hi) { ((u32*)to)[i] = pack(lo, hi); }
 template <int ROWS> DEV int row_place(int r) { return r; }
+DEV void store_eight(void* to, i64 i, const float* x) {
+  ((Eight*)to)[i] = Eight{pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
+}
+DEV void store_pair(void* to, i64 i, float lo, float hi) { ((u32*)to)[i] = pack(lo, hi); }
 
 // ---- QK[r][c] = sum over d of q[r][d] k[c][d] e^{G[r][d] - G[c][d]} for c <= r, KK likewise
 typedef float f32x4 __attribute__((ext_vector_type(4)));
@@ -182,7 +181,9 @@ DEV f32x4 decay_of(const float* G, int later, int earlier, int d) {
   const f32x4 x = *(const f32x4*)(G + later * LDG + d) - *(const f32x4*)(G + earlier * LDG + d);
   return {exp_(x[0]), exp_(x[1]), exp_(x[2]), exp_(x[3])};
 }
-DEV Four decayed(SharedTile<C, K>& t, int r, int d, f32x4 decay) { return round_four(to_float(*(const Four*)&t.at(r, d)) * decay); }
+DEV Four decayed(SharedTile<C, K>& t, int r, int d, f32x4 decay) {
+  return round_four(to_float(*(const Four*)&t.at(r, d)) * decay);
+}
 // Lane l of 64 gets the sum over all lanes of their x[l].
 DEV float reduce_scatter(float* x) {
   const int lane = thread_id() & 63;
@@ -197,6 +198,37 @@ DEV float reduce_scatter(float* x) {
   }
   return x[0];
 }
+// A lane's part of the products within the 8 x 8 block on the diagonal from row `top` on: 36 of q and k (c <= r), then
+// 28 of k and k (c < r). A lane takes every 64th channel and lets earlier keys decay row by row.
+DEV void add_own_products(float* sums, SharedTile<C, K>& q, SharedTile<C, K>& k, const float* G, int top, int lane) {
+  for (int d = lane; d < K; d += 64) {
+    float keys[8], before = 0.f;
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+      const float at = G[(top + r) * LDG + d], decay = exp_(at - before);
+      before = at;
+      const float q_r = q.get(top + r, d);
+      keys[r] = k.get(top + r, d);
+      sums[r * (r + 1) / 2 + r] += q_r * keys[r];
+#pragma unroll
+      for (int c = 0; c < r; c++) {
+        keys[c] *= decay;
+        sums[r * (r + 1) / 2 + c] += q_r * keys[c];
+        sums[36 + r * (r - 1) / 2 + c] += keys[r] * keys[c];
+      }
+    }
+  }
+}
+// Sum i of these goes to its row and column.
+DEV void put_own_product(float* QK, float* KK, int top, int i, float sum) {
+  const int n = i < 36 ? i : i - 36, strict = i < 36 ? 0 : 1;
+  int r = strict;  // the last row whose first number is not after n
+#pragma unroll
+  for (int j = 1; j < 8; j++) r += j + strict < 8 && n >= j * (j + 1) / 2;
+  const int at = (top + r) * LD + top + n - r * (r + 1 - 2 * strict) / 2;
+  if (i < 36) QK[at] = sum;
+  else KK[at] = sum;
+}
 DEV void decayed_gram(float* QK, float* KK, SharedTile<C, K>& q, SharedTile<C, K>& k, const float* G) {
   const int lane = thread_id() & 63, first = 16 * wave(), row = lane % 16, part = lane / 16 * 4;
 
@@ -207,8 +239,10 @@ DEV void decayed_gram(float* QK, float* KK, SharedTile<C, K>& q, SharedTile<C, K
     f32x4 qk[SQUARES] = {}, kk[SQUARES] = {};
     for (int d = part; d < K; d += 16) {
       const f32x4 decay = decay_of(G, first + row, first, d), own_decay = decay_of(G, first + row, first + 8, d);
-      const Four q_rows = decayed(q, first + row, d, decay), q_own = row < 8 ? Four{0, 0, 0, 0} : decayed(q, first + row, d, own_decay);
-      const Four k_rows = decayed(k, first + row, d, decay), k_own = row < 8 ? Four{0, 0, 0, 0} : decayed(k, first + row, d, own_decay);
+      const Four q_rows = decayed(q, first + row, d, decay);
+      const Four q_own = row < 8 ? Four{0, 0, 0, 0} : decayed(q, first + row, d, own_decay);
+      const Four k_rows = decayed(k, first + row, d, decay);
+      const Four k_own = row < 8 ? Four{0, 0, 0, 0} : decayed(k, first + row, d, own_decay);
 #pragma unroll
       for (int n = 0; n < SQUARES; n++) {
         if (16 * n > first) continue;
@@ -231,34 +265,11 @@ DEV void decayed_gram(float* QK, float* KK, SharedTile<C, K>& q, SharedTile<C, K
     }
   }
 
-  // The 8 x 8 blocks on the diagonal: each lane takes every 64th channel and lets earlier keys decay row by row.
+  // The blocks on the diagonal go round the waves.
   for (int top = 8 * wave(); top < C; top += 8 * (THREADS / 64)) {
-    float sums[64] = {};  // 36 of q and k (c <= r), then 28 of k and k (c < r)
-    for (int d = lane; d < K; d += 64) {
-      float keys[8], before = 0.f;
-#pragma unroll
-      for (int r = 0; r < 8; r++) {
-        const float at = G[(top + r) * LDG + d], decay = exp_(at - before);
-        before = at;
-        const float q_r = q.get(top + r, d);
-        keys[r] = k.get(top + r, d);
-        sums[r * (r + 1) / 2 + r] += q_r * keys[r];
-#pragma unroll
-        for (int c = 0; c < r; c++) {
-          keys[c] *= decay;
-          sums[r * (r + 1) / 2 + c] += q_r * keys[c];
-          sums[36 + r * (r - 1) / 2 + c] += keys[r] * keys[c];
-        }
-      }
-    }
-    const float sum = reduce_scatter(sums);
-    const int n = lane < 36 ? lane : lane - 36, strict = lane < 36 ? 0 : 1;
-    int r = strict;  // the last row whose first number is not after n
-#pragma unroll
-    for (int j = 1; j < 8; j++) r += j + strict < 8 && n >= j * (j + 1) / 2;
-    const int at = (top + r) * LD + top + n - r * (r + 1 - 2 * strict) / 2;
-    if (lane < 36) QK[at] = sum;
-    else KK[at] = sum;
+    float sums[64] = {};
+    add_own_products(sums, q, k, G, top, lane);
+    put_own_product(QK, KK, top, lane, reduce_scatter(sums));
   }
 }
 
@@ -276,8 +287,8 @@ DEV void merge_blocks(float* x) {
       const int base = i / (SIZE / 4) / SIZE * 2 * SIZE;
       strip[n][0] = strip[n][1] = strip[n][2] = strip[n][3] = 0.f;
       if (base >= C) continue;
-      const float* a = x + (base + SIZE + row) * LDL + base + half * SIZE;           // Y or X2⁻¹
-      const float* b = x + (base + half * SIZE) * LDL + base + column;  // X1⁻¹ or Y X1⁻¹
+      const float* a = x + (base + SIZE + row) * LDL + base + half * SIZE;  // Y or X2⁻¹
+      const float* b = x + (base + half * SIZE) * LDL + base + column;      // X1⁻¹ or Y X1⁻¹
 #pragma unroll 8
       for (int m = 0; m < SIZE; m++)
         for (int e = 0; e < 4; e++) strip[n][e] += a[m] * b[m * LDL + e];
@@ -323,7 +334,8 @@ template <int TYPE> DEV float load_as(const void* p, i64 at) {
   if constexpr (TYPE == 1) return from_bf16(((const u16*)p)[at]);
   return from_fp16(((const u16*)p)[at]);
 }
-// x[n] = p[at + n stride] for n < count, 0 after them; the type is asked for once, so that all loads are under way together.
+// x[n] = p[at + n stride] for n < count, 0 after them; the type is asked for once, so that all loads are under way
+// together.
 template <int TYPE, int N> DEV void load_run(float (&x)[N], const void* p, i64 at, i64 stride, int count) {
 #pragma unroll
   for (int n = 0; n < N; n++) x[n] = n < count ? load_as<TYPE>(p, at + n * stride) : 0.f;
@@ -342,9 +354,8 @@ DEV float beta_of(const Args& args, i64 at) {
 
 // ---- the record of a (chunk, value head): bytes of its vectors
 constexpr int RECORD = 512, DECAY = 0;
-DEV void put_row(void* rows, i64 place, int vector, int at, float x) { *(float*)((char*)rows + place * RECORD + vector + 4 * at) = x; }
-DEV void put_half_row(void* rows, i64 place, int vector, int at, float x) {
-  *(number*)((char*)rows + place * RECORD + vector + sizeof(number) * at) = to_number(x);
+DEV void put_row(void* rows, i64 place, int vector, int at, float x) {
+  *(float*)((char*)rows + place * RECORD + vector + 4 * at) = x;
 }
 
 // ---- what the threads of a workgroup share
@@ -375,17 +386,22 @@ DEV Sequence sequence_of_slot(const Args& args, int slot) {
   }
   return sequence_at(args, low);
 }
-// The gate of a token (natural logarithm of the decay), from its raw form where the caller asks for it.
+
+// The gate of a token (natural logarithm of the decay), from its raw form where the caller asks for it. e^-88 is the last
+// that float holds: sums of larger ones would only lose the small ones beside them, or be inf - inf.
 DEV float gate_of(const Args& args, float x, int head, int bias) {
-  if (!(args.flags & GATE_IN_KERNEL)) return x;
-  const float shifted = x + (args.dt_bias ? load_number(args.dt_bias, bias, args.dt_bias_type) : 0.f);
-  const float rate = args.A_log ? exp_(load_number(args.A_log, head, args.A_log_type)) : 1.f;
-  if (args.flags & LOWER_BOUND) return args.lower_bound / (1.f + exp_(-rate * shifted));
-  return -rate * (shifted > 20.f ? shifted : log1p_(exp_(shifted)));
+  if (args.flags & GATE_IN_KERNEL) {
+    const float shifted = x + (args.dt_bias ? load_number(args.dt_bias, bias, args.dt_bias_type) : 0.f);
+    const float rate = args.A_log ? exp_(load_number(args.A_log, head, args.A_log_type)) : 1.f;
+    if (args.flags & LOWER_BOUND) x = args.lower_bound / (1.f + exp_(-rate * shifted));
+    else x = -rate * (shifted > 20.f ? shifted : log1p_(exp_(shifted)));
+  }
+  return x < -88.f ? -88.f : x;
 }
 
 extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args) {
   __shared__ Shared shared;
+
   // ---- the chunk and the head
   const int slot = block_id() / args.value_heads, value_head = block_id() % args.value_heads;
   const int head = value_head * args.heads / args.value_heads;
@@ -394,8 +410,8 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
   const int rows = sequence.length - first < C ? sequence.length - first : C;
   if (rows <= 0) return;
   const i64 token = sequence.start + first;
-  const number* q = (const number*)args.q + sequence.batch * args.q_stride_b + token * args.q_stride_t + head * args.q_stride_h;
-  const number* k = (const number*)args.k + sequence.batch * args.k_stride_b + token * args.k_stride_t + head * args.k_stride_h;
+  const number* q = rows_of((const number*)args.q, sequence.batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
+  const number* k = rows_of((const number*)args.k, sequence.batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
 
   // ---- the tiles; meanwhile G = sums of the gates of each channel, in runs of 16 rows
   const i64 place = (i64)slot * args.value_heads + value_head;
@@ -458,13 +474,13 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
     const float* kk = shared.KK + r * LD + c;
     const Row row{args.scale * shared.q_norm[r], shared.beta[r] * shared.k_norm[r]};
     const Column column[2] = { {shared.k_norm[c]}, {shared.k_norm[c + 1]} };
-  float p[2];
-  for (int e = 0; e < 2; e++) {
-    const float decay = column[e].norm;
-    p[e] = c + e <= r ? row.scale * decay * qk[e] : 0.f;
-    if (c / 16 <= r / 16) shared.L[lower_at(r, c) + e] = c + e < r ? row.beta * decay * kk[e] : 0.f;
-  }
-  store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
+    float p[2];
+    for (int e = 0; e < 2; e++) {
+      const float factor = column[e].norm;
+      p[e] = c + e <= r ? row.scale * factor * qk[e] : 0.f;
+      if (c / 16 <= r / 16) shared.L[lower_at(r, c) + e] = c + e < r ? row.beta * factor * kk[e] : 0.f;
+    }
+    store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
   }
   sync();
 
@@ -474,9 +490,9 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
   FOR_EACH(i, C * C / 8) {
     const Place p = image_place<C, C>(i);
     float a[8];
-    for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? shared.L[lower_at(p.row, p.column) + e] * shared.beta[p.column + e] : 0.f;
+    for (int e = 0; e < 8; e++)
+      a[e] = p.column + e <= p.row ? shared.L[lower_at(p.row, p.column) + e] * shared.beta[p.column + e] : 0.f;
     store_eight(args.ws_a, place * C * C / 8 + i, a);
   }
-
 }
 static_assert(sizeof(Shared) <= 106496, "more LDS than the launch was told");

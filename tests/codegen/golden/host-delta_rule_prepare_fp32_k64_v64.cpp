@@ -1,4 +1,4 @@
-// delta_rule_prepare_fp32_k64_v64 for host: per chunk: gate sums, Gram products, triangular inverse.
+// delta_rule_prepare_fp32_k64_v64 for host: per chunk: Gram products, triangular inverse.
 // Rendered by qla-codegen. Build:
 //   python -m ziglang c++ -std=c++20 -O3 -fno-math-errno -ffp-contract=fast -fassociative-math -fno-signed-zeros -fno-trapping-math -ffreestanding -nostdlib -fno-exceptions -fno-rtti -fPIC -shared -o delta_rule_prepare_fp32_k64_v64.so delta_rule_prepare_fp32_k64_v64.cpp
 
@@ -8,15 +8,10 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef float number;  // fp32
 
-constexpr int THREADS = 1;
-DEV int thread_id() { return 0; }
-DEV void sync() {}
-
 DEV float from_bf16(u16 x) { return __builtin_bit_cast(float, (u32)x << 16); }
 DEV float from_fp16(u16 x) { return (float)__builtin_bit_cast(_Float16, x); }
 DEV float to_number(float x) { return x; }
 DEV float to_float(float x) { return x; }
-DEV float round_(float x) { return to_float(to_number(x)); }
 
 // ---- arguments: one block; strides in elements
 struct Args {
@@ -38,7 +33,6 @@ struct Args {
   i64 beta_stride_b;
   i64 beta_stride_t;
   i64 beta_stride_h;
-  int batch;
   int tokens;
   int sequences;
   int heads;
@@ -46,14 +40,12 @@ struct Args {
   int has_cu_seqlens;
   int cu_is_int64;
   int flags;
-  int slots;
   int beta_type;
   float scale;
-  float lower_bound;
 };
 
 constexpr int C = 64;  // tokens of a chunk
-constexpr int K = 64, V = 64;  // head dims
+constexpr int K = 64;  // head dim of q and k
 
 // A sequence: rows [start, start + length) of batch row `batch`; its chunks use workspace slots from `slot` on.
 struct Sequence {
@@ -68,6 +60,11 @@ DEV Sequence sequence_at(const Args& args, int n) {
   const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
   return {0, start, end - start, start / C + n};
 }
+// The rows of a head, from a token on.
+template <class T>
+DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t, i64 stride_h) {
+  return x + batch * stride_b + token * stride_t + head * stride_h;
+}
 
 // ---- functions without a library, relative error about 1e-7
 DEV float exp_(float x) {
@@ -76,13 +73,6 @@ DEV float exp_(float x) {
   const float r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
   const float p = 1.f + r * (1.f + r * (0.5f + r * (1.66666667e-1f + r * (4.16666667e-2f + r * (8.33333333e-3f + r * 1.38888889e-3f)))));
   return p * __builtin_bit_cast(float, ((int)n + 127) << 23);
-}
-DEV float log1p_(float x) {
-  const u32 bits = __builtin_bit_cast(u32, 1.f + x) + (0x3F800000 - 0x3F3504F3);  // mantissa in [sqrt 1/2, sqrt 2)
-  const float e = (float)((int)(bits >> 23) - 127), m = __builtin_bit_cast(float, (bits & 0x7FFFFF) + 0x3F3504F3);
-  const float s = (m - 1.f) / (m + 1.f), t = s * s;
-  const float log = e * 0.693147181f + 2.f * s * (1.f + t * (3.33333333e-1f + t * (2e-1f + t * (1.42857143e-1f + t * 1.11111111e-1f))));
-  return x < 1e-2f ? x * (1.f - x * (0.5f - x * (3.33333333e-1f - x * 0.25f))) : log;
 }
 DEV float rsqrt_(float x) { return 1.f / __builtin_sqrtf(x); }
 
@@ -99,23 +89,29 @@ static void multiply(float* d, const float* t, int row_stride, int inner_stride,
         for (int c = 0; c < WIDTH; c++) sum[r][c] = SET ? Vec{} : *(const Vec*)(d + (row + r) * COLUMNS + column + 16 * c);
       for (int i = 0; i < count(row + 3); i++)
         for (int r = 0; r < 4; r++)
-          for (int c = 0; c < WIDTH; c++) sum[r][c] += t[(row + r) * row_stride + i * inner_stride] * *(const Vec*)(x + i * COLUMNS + column + 16 * c);
+          for (int c = 0; c < WIDTH; c++)
+            sum[r][c] += t[(row + r) * row_stride + i * inner_stride] * *(const Vec*)(x + i * COLUMNS + column + 16 * c);
       for (int r = 0; r < 4; r++)
         for (int c = 0; c < WIDTH; c++) *(Vec*)(d + (row + r) * COLUMNS + column + 16 * c) = sum[r][c];
     }
 }
 
+// ---- one thread is the workgroup
 #define FOR_EACH(i, n) for (int i = 0; i < (n); i++)
-#define FOR_TEAM(i, n) FOR_EACH(i, n)
+DEV void sync() {}
+DEV void sync_tiles() {}
+// The workgroup is one team.
 constexpr int TEAMS = 1;
+#define FOR_TEAM(i, n) FOR_EACH(i, n)
 DEV int team() { return 0; }
-DEV void sync_team() {}
-constexpr int LOWER = C * C;  // floats of a lower triangular matrix
-DEV int lower_at(int r, int c) { return r * C + c; }
+DEV void sync_team() { sync(); }
+constexpr int LDL = C, LOWER = C * LDL;  // floats of a row and of all of a lower triangular matrix
+DEV int lower_at(int r, int c) { return r * LDL + c; }
+
+// ---- tiles
 template <int ROWS, int COLUMNS>
 struct SharedTile {
   float x[ROWS * COLUMNS];
-  float get(int row, int column) { return x[row * COLUMNS + column]; }
 };
 // Rows of a tensor into a tile; rows at and after `rows` become zero.
 template <int COLUMNS>
@@ -129,20 +125,19 @@ template <int COLUMNS> DEV float row_square(SharedTile<C, COLUMNS>& t, int row) 
   for (int d = 0; d < COLUMNS; d++) sum += t.x[row * COLUMNS + d] * t.x[row * COLUMNS + d];
   return sum;
 }
-DEV void sync_tiles() {}
 
-// ---- tiles in memory are row by row: piece i of one holds eight neighbours from (row, column) on
+// ---- tiles in memory lie row by row: piece i of one holds eight neighbours from (row, column) on
 struct Place { int row, column; };
 template <int ROWS, int COLUMNS> DEV Place image_place(int i) { return {i / (COLUMNS / 8), i % (COLUMNS / 8) * 8}; }
+template <int ROWS, int COLUMNS> DEV int image_pair(int row, int column) { return (row * COLUMNS + column) / 2; }
+template <int ROWS> DEV int row_place(int r) { return r; }
 DEV void store_eight(void* to, i64 i, const float* x) {
   for (int e = 0; e < 8; e++) ((number*)to)[8 * i + e] = to_number(x[e]);
 }
-template <int ROWS, int COLUMNS> DEV int image_pair(int row, int column) { return (row * COLUMNS + column) / 2; }
 DEV void store_pair(void* to, i64 i, float lo, float hi) {
   ((number*)to)[2 * i] = to_number(lo);
   ((number*)to)[2 * i + 1] = to_number(hi);
 }
-template <int ROWS> DEV int row_place(int r) { return r; }
 
 // ---- Gram products: [C, C] = a bᵀ
 struct Square { float x[C * C]; };
@@ -178,8 +173,8 @@ static void solve_unit_lower(float* x) {
     float row[C];
     for (int c = 0; c < C; c++) row[c] = c == r ? 1.f : 0.f;
     for (int m = 0; m < r; m++)
-      for (int c = 0; c <= m; c++) row[c] -= x[r * C + m] * x[m * C + c];
-    for (int c = 0; c < C; c++) x[r * C + c] = row[c];
+      for (int c = 0; c <= m; c++) row[c] -= x[lower_at(r, m)] * x[lower_at(m, c)];
+    for (int c = 0; c < C; c++) x[lower_at(r, c)] = row[c];
   }
 }
 
@@ -187,7 +182,7 @@ static void solve_unit_lower(float* x) {
 DEV float load_number(const void* p, i64 at, int type) {
   return type == 0 ? ((const float*)p)[at] : type == 1 ? from_bf16(((const u16*)p)[at]) : from_fp16(((const u16*)p)[at]);
 }
-constexpr int L2NORM = 1, BETA_SIGMOID = 2, BETA_DOUBLE = 4, GATE_IN_KERNEL = 8, LOWER_BOUND = 16;  // flags
+constexpr int L2NORM = 1, BETA_SIGMOID = 2, BETA_DOUBLE = 4;  // flags
 DEV float beta_of(const Args& args, i64 at) {
   float x = load_number(args.beta, at, args.beta_type);
   if (args.flags & BETA_SIGMOID) x = 1.f / (1.f + exp_(-x));
@@ -196,7 +191,9 @@ DEV float beta_of(const Args& args, i64 at) {
 
 // ---- the record of a (chunk, value head): bytes of its vectors
 constexpr int RECORD = 768, MINUS_IN = 0, LEFT = 256, OUT = 512;
-DEV void put_row(void* rows, i64 place, int vector, int at, float x) { *(float*)((char*)rows + place * RECORD + vector + 4 * at) = x; }
+DEV void put_row(void* rows, i64 place, int vector, int at, float x) {
+  *(float*)((char*)rows + place * RECORD + vector + 4 * at) = x;
+}
 DEV void put_half_row(void* rows, i64 place, int vector, int at, float x) {
   *(number*)((char*)rows + place * RECORD + vector + sizeof(number) * at) = to_number(x);
 }
@@ -227,11 +224,10 @@ DEV Sequence sequence_of_slot(const Args& args, int slot) {
   return sequence_at(args, low);
 }
 
-extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k64_v64(const Args* arguments, int begin, int end) {
-  const Args& args = *arguments;
-  auto workgroup = [&](int block) {
+static void workgroup(const Args& args, int block) {
   auto block_id = [&] { return block; };
   Shared shared;
+
   // ---- the chunk and the heads of its group
   const int slot = block_id() / args.heads, head = block_id() % args.heads, group = args.value_heads / args.heads;
   const Sequence sequence = sequence_of_slot(args, slot);
@@ -239,8 +235,8 @@ extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k
   const int rows = sequence.length - first < C ? sequence.length - first : C;
   if (rows <= 0) return;
   const i64 token = sequence.start + first;
-  const number* q = (const number*)args.q + sequence.batch * args.q_stride_b + token * args.q_stride_t + head * args.q_stride_h;
-  const number* k = (const number*)args.k + sequence.batch * args.k_stride_b + token * args.k_stride_t + head * args.k_stride_h;
+  const number* q = rows_of((const number*)args.q, sequence.batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
+  const number* k = rows_of((const number*)args.k, sequence.batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
 
   for (int base = head * group; base < (head + 1) * group; base += TEAMS) {
     const int count = (head + 1) * group - base < TEAMS ? (head + 1) * group - base : TEAMS;
@@ -248,7 +244,8 @@ extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k
     const i64 place = (i64)slot * args.value_heads + value_head;
     float *const G = shared.G[team()], *const rest = shared.rest[team()];
 
-    // ---- the tiles; meanwhile, a team to a value head, G = sums of the gates from the chunk's start, `rest` those to its end
+    // ---- the tiles; meanwhile, a team to a value head, G = sums of the gates from the chunk's start, `rest` those to
+    //      its end
     load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
     load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
     if (team() < count) {
@@ -286,14 +283,15 @@ extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k
     for (int t = 0; t < count; t++) {
       const i64 place = (i64)slot * args.value_heads + base + t;
       for_pairs(
-          QK, KK, [&](int r) { return Row{shared.G[t][r], args.scale * shared.q_norm[r], shared.beta[t][r] * shared.k_norm[r]}; },
+          QK, KK,
+          [&](int r) { return Row{shared.G[t][r], args.scale * shared.q_norm[r], shared.beta[t][r] * shared.k_norm[r]}; },
           [&](int c) { return Column{shared.G[t][c], shared.k_norm[c]}; },
           [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
             float p[2];
             for (int e = 0; e < 2; e++) {
-              const float decay = column[e].norm * exp_(row.G - column[e].G);
-              p[e] = c + e <= r ? row.scale * decay * qk[e] : 0.f;
-              if (c / 16 <= r / 16) shared.L[t][lower_at(r, c) + e] = c + e < r ? row.beta * decay * kk[e] : 0.f;
+              const float factor = column[e].norm * exp_(row.G - column[e].G);
+              p[e] = c + e <= r ? row.scale * factor * qk[e] : 0.f;
+              if (c / 16 <= r / 16) shared.L[t][lower_at(r, c) + e] = c + e < r ? row.beta * factor * kk[e] : 0.f;
             }
             store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
           });
@@ -306,13 +304,15 @@ extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k
       FOR_TEAM(i, C * C / 8) {
         const Place p = image_place<C, C>(i);
         float a[8];
-        for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? shared.L[team()][lower_at(p.row, p.column) + e] * shared.beta[team()][p.column + e] : 0.f;
+        for (int e = 0; e < 8; e++)
+          a[e] = p.column + e <= p.row ? shared.L[team()][lower_at(p.row, p.column) + e] * shared.beta[team()][p.column + e] : 0.f;
         store_eight(args.ws_a, place * C * C / 8 + i, a);
       }
     }
     sync();
   }
+}
 
-  };
-  for (int block = begin; block < end; block++) workgroup(block);
+extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k64_v64(const Args* args, int begin, int end) {
+  for (int block = begin; block < end; block++) workgroup(*args, block);
 }

@@ -4,19 +4,12 @@
 
 #define DEV static inline __attribute__((always_inline))
 typedef unsigned short u16;
-typedef unsigned int u32;
 typedef long long i64;
 typedef u16 number;  // fp16
 
-constexpr int THREADS = 1;
-DEV int thread_id() { return 0; }
-DEV void sync() {}
-
-DEV float from_bf16(u16 x) { return __builtin_bit_cast(float, (u32)x << 16); }
 DEV float from_fp16(u16 x) { return (float)__builtin_bit_cast(_Float16, x); }
 DEV u16 to_number(float x) { return __builtin_bit_cast(u16, (_Float16)x); }
 DEV float to_float(u16 x) { return from_fp16(x); }
-DEV float round_(float x) { return to_float(to_number(x)); }
 
 // ---- arguments: one block; strides in elements
 struct Args {
@@ -45,10 +38,7 @@ struct Args {
   i64 final_stride_h;
   i64 final_stride_k;
   i64 final_stride_v;
-  int batch;
   int tokens;
-  int sequences;
-  int heads;
   int value_heads;
   int has_cu_seqlens;
   int cu_is_int64;
@@ -70,6 +60,11 @@ DEV Sequence sequence_at(const Args& args, int n) {
   const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
   return {0, start, end - start, start / C + n};
 }
+// The rows of a head, from a token on.
+template <class T>
+DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t, i64 stride_h) {
+  return x + batch * stride_b + token * stride_t + head * stride_h;
+}
 
 // ---- products: four rows by 64 columns at a time stay in registers
 typedef float Vec __attribute__((vector_size(64), aligned(4)));
@@ -84,7 +79,8 @@ static void multiply(float* d, const float* t, int row_stride, int inner_stride,
         for (int c = 0; c < WIDTH; c++) sum[r][c] = SET ? Vec{} : *(const Vec*)(d + (row + r) * COLUMNS + column + 16 * c);
       for (int i = 0; i < count(row + 3); i++)
         for (int r = 0; r < 4; r++)
-          for (int c = 0; c < WIDTH; c++) sum[r][c] += t[(row + r) * row_stride + i * inner_stride] * *(const Vec*)(x + i * COLUMNS + column + 16 * c);
+          for (int c = 0; c < WIDTH; c++)
+            sum[r][c] += t[(row + r) * row_stride + i * inner_stride] * *(const Vec*)(x + i * COLUMNS + column + 16 * c);
       for (int r = 0; r < 4; r++)
         for (int c = 0; c < WIDTH; c++) *(Vec*)(d + (row + r) * COLUMNS + column + 16 * c) = sum[r][c];
     }
@@ -92,6 +88,7 @@ static void multiply(float* d, const float* t, int row_stride, int inner_stride,
 
 // ---- values of the chain
 constexpr int COLUMNS = 64;
+DEV float round_(float x) { return to_float(to_number(x)); }
 template <int ROWS> struct Block { float x[ROWS][COLUMNS]; };
 template <int ROWS> struct Operand { float x[ROWS][COLUMNS]; };  // rounded to fp16
 template <int BYTE> struct Shared { const char* address; };
@@ -137,6 +134,8 @@ static void land_rows(float* to, int columns, const number* from, i64 stride_t, 
 static void land_image(float* to, int count, const void* from, i64 slot) {
   for (int i = 0; i < count; i++) to[i] = to_float(((const number*)from)[slot * count + i]);
 }
+
+// Kt, Q, V, P, rows
 struct Ring_Kt {
   Chunk chunk;
   float Kt_[4096];
@@ -159,12 +158,14 @@ static void land(Ring_Kt& ring) {
   chunk.n++;
   land_image(ring.Kt_, 4096, args.ws_k_out, chunk.slot());
   land_image(ring.Q_, 4096, args.ws_q_in, chunk.slot());
-  land_rows(ring.V_, 64, (const number*)args.v + chunk.sequence.batch * args.v_stride_b + chunk.token() * args.v_stride_t +
-            chunk.value_head * args.v_stride_h, args.v_stride_t, args.v_stride_d, chunk.rows());
+  land_rows(ring.V_, 64,
+            rows_of((const number*)args.v, chunk.sequence.batch, chunk.token(), chunk.value_head, args.v_stride_b, args.v_stride_t, args.v_stride_h),
+            args.v_stride_t, args.v_stride_d, chunk.rows());
   land_image(ring.P_, 4096, args.ws_p, chunk.slot());
 }
 DEV void release(Ring_Kt&) {}  // the next chunk lands when this one is done with
 
+// ---- the chain of a value head of a sequence
 static void walk(const Args& args, int n_sequence, int value_head) {
   const Sequence sequence = sequence_at(args, n_sequence);
   const int chunks = (sequence.length + C - 1) / C, stream = 0;
@@ -174,18 +175,21 @@ static void walk(const Args& args, int n_sequence, int value_head) {
   Operand<64> Sr;
   Operand<64> Vr;
   Operand<64> Or;
+
   auto store_rows = [&](const Operand<C>& x, int n) {
     const int rows = sequence.length - n * C < C ? sequence.length - n * C : C;
-    number* o = (number*)args.o + sequence.batch * args.o_stride_b + (sequence.start + n * C) * args.o_stride_t + value_head * args.o_stride_h;
+    number* o = rows_of((number*)args.o, sequence.batch, sequence.start + n * C, value_head, args.o_stride_b, args.o_stride_t, args.o_stride_h);
     for (int r = 0; r < rows; r++)
       for (int c = 0; c < V; c++) o[r * args.o_stride_t + c] = to_number(x.x[r][c]);
   };
   auto save_state = [&](const Block<K>& b, int chunk) {
-    float* to = (float*)args.states + (((i64)sequence.batch * (args.tokens / C + (args.tokens % C != 0) + 1) + chunk) * args.value_heads + value_head) * K * V;
+    const i64 place = (i64)sequence.batch * (args.tokens / C + (args.tokens % C != 0) + 1) + chunk;
+    float* to = (float*)args.states + (place * args.value_heads + value_head) * K * V;
     __builtin_memcpy(to, b.x, sizeof(b.x));
   };
 
-  const float* from = (const float*)args.initial_state + n_sequence * args.initial_stride_n + value_head * args.initial_stride_h;
+  const float* from =
+      (const float*)args.initial_state + n_sequence * args.initial_stride_n + value_head * args.initial_stride_h;
   for (int k = 0; k < K; k++)
     for (int v = 0; v < V; v++) S.x[k][v] = args.initial_state ? from[k * args.initial_stride_k + v * args.initial_stride_v] : 0.f;
 
@@ -201,9 +205,9 @@ static void walk(const Args& args, int n_sequence, int value_head) {
     scale_rows(S, ring_Kt.rows().decay());
     // V' = V
     load_operand(Vr, ring_Kt.V(stream));
-    // O = out O + P V'
+    // O += P V'
     accumulate(O, ring_Kt.P(), Vr);
-    // S += Kt (left V')
+    // S += Ktᵀ V'
     accumulate(S, transposed(ring_Kt.Kt()), Vr);
     release(ring_Kt);
     // O rounded

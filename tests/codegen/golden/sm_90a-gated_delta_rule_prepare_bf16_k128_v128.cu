@@ -8,30 +8,13 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 typedef u16 number;  // bf16
-struct __align__(64) CUtensorMap { u64 opaque[16]; };
 
-constexpr int THREADS = 128;
-DEV int thread_id() { return threadIdx.x; }
-DEV int block_id() { return blockIdx.x; }
-DEV void sync() { __syncthreads(); }
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
 DEV u32 pack(float lo, float hi) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   return r;
 }
-DEV u16 to_number(float x) { return (u16)pack(x, 0.f); }
-DEV float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
-DEV float from_fp16(u16 x) {
-  float r;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
-  return r;
-}
-DEV float to_float(u16 x) { return from_bf16(x); }
-DEV float exp_(float x) { return __expf(x); }
-DEV float log1p_(float x) { return log1pf(x); }
-DEV float rsqrt_(float x) { return rsqrtf(x); }
 
 // ---- arguments: one block; strides in elements
 struct Args {
@@ -59,7 +42,6 @@ struct Args {
   i64 beta_stride_b;
   i64 beta_stride_t;
   i64 beta_stride_h;
-  int batch;
   int tokens;
   int sequences;
   int heads;
@@ -67,7 +49,6 @@ struct Args {
   int has_cu_seqlens;
   int cu_is_int64;
   int flags;
-  int slots;
   int g_type;
   int A_log_type;
   int dt_bias_type;
@@ -77,7 +58,7 @@ struct Args {
 };
 
 constexpr int C = 64;  // tokens of a chunk
-constexpr int K = 128, V = 128;  // head dims
+constexpr int K = 128;  // head dim of q and k
 
 // A sequence: rows [start, start + length) of batch row `batch`; its chunks use workspace slots from `slot` on.
 struct Sequence {
@@ -92,16 +73,40 @@ DEV Sequence sequence_at(const Args& args, int n) {
   const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
   return {0, start, end - start, start / C + n};
 }
+// The rows of a head, from a token on.
+template <class T>
+DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t, i64 stride_h) {
+  return x + batch * stride_b + token * stride_t + head * stride_h;
+}
+
+constexpr int THREADS = 128;
+DEV int thread_id() { return threadIdx.x; }
+DEV int block_id() { return blockIdx.x; }
+DEV void sync() { __syncthreads(); }
+
+DEV u16 to_number(float x) { return (u16)pack(x, 0.f); }
+DEV float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
+DEV float from_fp16(u16 x) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
+  return r;
+}
+DEV float to_float(u16 x) { return from_bf16(x); }
+DEV float exp_(float x) { return __expf(x); }
+DEV float log1p_(float x) { return log1pf(x); }
+DEV float rsqrt_(float x) { return rsqrtf(x); }
 
 #define FOR_EACH(i, n) for (int i = thread_id(); i < (n); i += THREADS)
 constexpr int TEAMS = THREADS / 32;  // of a warp
-#define FOR_TEAM(i, n) for (int i = threadIdx.x & 31; i < (n); i += 32)
 // Turned by the workgroup, so that few teams at work do not all sit on the same quarter of a multiprocessor.
 DEV int team() { return ((threadIdx.x >> 5) + blockIdx.x) % TEAMS; }
+#define FOR_TEAM(i, n) for (int i = threadIdx.x & 31; i < (n); i += 32)
 DEV void sync_team() { __syncwarp(); }
 // A lower triangular matrix: the blocks of 16 on and below its diagonal, block row after block row, rows of 20 floats.
 constexpr int LOWER = (C / 16) * (C / 16 + 1) / 2 * 320;
 DEV int lower_at(int r, int c) { return ((r >> 4) * ((r >> 4) + 1) / 2 + (c >> 4)) * 320 + (r & 15) * 20 + (c & 15); }
+
+// ---- tiles in shared memory
 struct __align__(16) Eight { u32 x[4]; };
 // Byte of element (row, column) of a tile of `rows` rows: boxes of 64 columns, 16-byte pieces exchanged by row.
 DEV u32 tile_offset(int rows, int row, int column) {
@@ -111,7 +116,6 @@ template <int ROWS, int COLUMNS>
 struct __align__(1024) SharedTile {
   number x[ROWS * COLUMNS];
   DEV number& at(int row, int column) { return *(number*)((char*)x + tile_offset(ROWS, row, column)); }
-  DEV float get(int row, int column) { return to_float(at(row, column)); }
 };
 // Rows of a tensor into a tile, waited for in sync_tiles; rows at and after `rows` become zero.
 template <int COLUMNS>
@@ -121,8 +125,9 @@ DEV void load_tile(SharedTile<C, COLUMNS>& to, const number* from, i64 stride_t,
 #pragma unroll
   for (int n = 0; n < C * COLUMNS / 8 / THREADS; n++) {
     const int i = thread + n * THREADS, row = i / (COLUMNS / 8), column = i % (COLUMNS / 8) * 8, bytes = row < rows ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(&to.at(row, column))),
-                 "l"(row < rows ? from + row * stride_t + column : from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(shared_address(&to.at(row, column))), "l"(row < rows ? from + row * stride_t + column : from), "r"(bytes)
+                 : "memory");
   }
 }
 
@@ -159,16 +164,25 @@ template <int ROWS> DEV int row_place(int r) { return (r >> 1 & 3) * (ROWS / 4) 
 
 // ---- Gram products: [C, C] = a bᵀ, on the tensor cores, in registers
 struct Square { float x[32]; };
-DEV u64 descriptor(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62); }
-DEV void wgmma_step(float* d, u64 a, u64 b, int accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 0, 0;\n}\n"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-               : "l"(a), "l"(b), "r"(accumulate));
+// How wgmma finds a tile: boxes are `leading` bytes apart, groups of eight rows 1024.
+DEV u64 descriptor(u32 address, u32 leading) {
+  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(leading >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+// d[64][64] += a[64][16] b[64][16]ᵀ.
+DEV void wgmma(float* d, u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+               "%32, %33, 1, 1, 1, 0, 0;\n"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "l"(a), "l"(b));
 }
 DEV Square gram(SharedTile<C, K>& a, SharedTile<C, K>& b) {
   Square s;
-  const u64 from_a = descriptor(shared_address(a.x)), from_b = descriptor(shared_address(b.x));
+  const u64 from_a = descriptor(shared_address(a.x), 16), from_b = descriptor(shared_address(b.x), 16);
 #pragma unroll
   for (int i = 0; i < 32; i++) s.x[i] = 0.f;
 #pragma unroll
@@ -177,7 +191,7 @@ DEV Square gram(SharedTile<C, K>& a, SharedTile<C, K>& b) {
 #pragma unroll
   for (int k = 0; k < K / 16; k++) {
     const int at = (k >> 2) * (C * 128 >> 4) + 2 * (k & 3);
-    wgmma_step(s.x, from_a + at, from_b + at, 1);
+    wgmma(s.x, from_a + at, from_b + at);
   }
   asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
@@ -201,7 +215,8 @@ template <class R, class S, class F> DEV void for_pairs(const Square& a, const S
 // Gates become their sums from the start on; `rest` the sums of those after each.
 DEV void sum_gates(float* G, float* rest) {
   const int lane = threadIdx.x & 31;
-  float low = G[lane], high = G[lane + 32], after_low = __shfl_down_sync(~0u, low, 1), after_high = __shfl_down_sync(~0u, high, 1);
+  float low = G[lane], high = G[lane + 32];
+  float after_low = __shfl_down_sync(~0u, low, 1), after_high = __shfl_down_sync(~0u, high, 1);
   if (lane == 31) after_low = after_high = 0.f;
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) {
@@ -225,8 +240,10 @@ DEV Tf32 tf32(float x) {
   return {high, __float_as_uint(x - __uint_as_float(high))};
 }
 DEV void mma_tf32(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+               "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 // d[16][16] += a b: `a` as this lane's numbers of an accumulator (n-tile, number), b a block in shared memory. The inner
 // index runs in the accumulator's order, even numbers before odd ones, on both sides.
@@ -244,8 +261,13 @@ DEV void multiply_blocks(float (&d)[2][4], const float (&a)[2][4], const float* 
     }
   }
 }
+// Where number e of this lane's part of an accumulator belongs in a block.
+DEV int number_at(int e) {
+  const int row = (threadIdx.x & 31) >> 2, column = (threadIdx.x & 3) * 2;
+  return (row + (e >> 1 & 1) * 8) * 20 + (e >> 2) * 8 + column + (e & 1);
+}
 DEV void solve_unit_lower(float* x) {
-  const int lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
+  const int lane = threadIdx.x & 31;
 #pragma unroll 1
   for (int half = 0; half < 2; half++) {
     float* block = x + lower_at(16 * (lane >> 4) + 32 * half, 16 * (lane >> 4) + 32 * half);
@@ -275,10 +297,10 @@ DEV void solve_unit_lower(float* x) {
         multiply_blocks(product, sum, x + lower_at(16 * j, 16 * j));
         __syncwarp();  // every lane has read L_ij
 #pragma unroll
-        for (int e = 0; e < 8; e++) block[(row + (e >> 1 & 1) * 8) * 20 + (e >> 2) * 8 + column + (e & 1)] = done[j][e >> 2][e & 3] = -product[e >> 2][e & 3];
+        for (int e = 0; e < 8; e++) block[number_at(e)] = done[j][e >> 2][e & 3] = -product[e >> 2][e & 3];
       } else {
 #pragma unroll
-        for (int e = 0; e < 8; e++) done[j][e >> 2][e & 3] = block[(row + (e >> 1 & 1) * 8) * 20 + (e >> 2) * 8 + column + (e & 1)];
+        for (int e = 0; e < 8; e++) done[j][e >> 2][e & 3] = block[number_at(e)];
       }
     }
   }
@@ -298,7 +320,9 @@ DEV float beta_of(const Args& args, i64 at) {
 
 // ---- the record of a (chunk, value head): bytes of its vectors
 constexpr int RECORD = 528, MINUS_IN = 0, LEFT = 128, OUT = 256, DECAY = 512;
-DEV void put_row(void* rows, i64 place, int vector, int at, float x) { *(float*)((char*)rows + place * RECORD + vector + 4 * at) = x; }
+DEV void put_row(void* rows, i64 place, int vector, int at, float x) {
+  *(float*)((char*)rows + place * RECORD + vector + 4 * at) = x;
+}
 DEV void put_half_row(void* rows, i64 place, int vector, int at, float x) {
   *(number*)((char*)rows + place * RECORD + vector + sizeof(number) * at) = to_number(x);
 }
@@ -328,18 +352,23 @@ DEV Sequence sequence_of_slot(const Args& args, int slot) {
   }
   return sequence_at(args, low);
 }
-// The gate of a token (natural logarithm of the decay), from its raw form where the caller asks for it.
+
+// The gate of a token (natural logarithm of the decay), from its raw form where the caller asks for it. e^-88 is the last
+// that float holds: sums of larger ones would only lose the small ones beside them, or be inf - inf.
 DEV float gate_of(const Args& args, float x, int head, int bias) {
-  if (!(args.flags & GATE_IN_KERNEL)) return x;
-  const float shifted = x + (args.dt_bias ? load_number(args.dt_bias, bias, args.dt_bias_type) : 0.f);
-  const float rate = args.A_log ? exp_(load_number(args.A_log, head, args.A_log_type)) : 1.f;
-  if (args.flags & LOWER_BOUND) return args.lower_bound / (1.f + exp_(-rate * shifted));
-  return -rate * (shifted > 20.f ? shifted : log1p_(exp_(shifted)));
+  if (args.flags & GATE_IN_KERNEL) {
+    const float shifted = x + (args.dt_bias ? load_number(args.dt_bias, bias, args.dt_bias_type) : 0.f);
+    const float rate = args.A_log ? exp_(load_number(args.A_log, head, args.A_log_type)) : 1.f;
+    if (args.flags & LOWER_BOUND) x = args.lower_bound / (1.f + exp_(-rate * shifted));
+    else x = -rate * (shifted > 20.f ? shifted : log1p_(exp_(shifted)));
+  }
+  return x < -88.f ? -88.f : x;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) gated_delta_rule_prepare_bf16_k128_v128(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   Shared& shared = *(Shared*)shared_memory;
+
   // ---- the chunk and the heads of its group
   const int slot = block_id() / args.heads, head = block_id() % args.heads, group = args.value_heads / args.heads;
   const Sequence sequence = sequence_of_slot(args, slot);
@@ -347,8 +376,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) gated_delta_rule_prepar
   const int rows = sequence.length - first < C ? sequence.length - first : C;
   if (rows <= 0) return;
   const i64 token = sequence.start + first;
-  const number* q = (const number*)args.q + sequence.batch * args.q_stride_b + token * args.q_stride_t + head * args.q_stride_h;
-  const number* k = (const number*)args.k + sequence.batch * args.k_stride_b + token * args.k_stride_t + head * args.k_stride_h;
+  const number* q = rows_of((const number*)args.q, sequence.batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
+  const number* k = rows_of((const number*)args.k, sequence.batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
 
   for (int base = head * group; base < (head + 1) * group; base += TEAMS) {
     const int count = (head + 1) * group - base < TEAMS ? (head + 1) * group - base : TEAMS;
@@ -356,7 +385,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) gated_delta_rule_prepar
     const i64 place = (i64)slot * args.value_heads + value_head;
     float *const G = shared.G[team()], *const rest = shared.rest[team()];
 
-    // ---- the tiles; meanwhile, a team to a value head, G = sums of the gates from the chunk's start, `rest` those to its end
+    // ---- the tiles; meanwhile, a team to a value head, G = sums of the gates from the chunk's start, `rest` those to
+    //      its end
     load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
     load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
     if (team() < count) {
@@ -396,14 +426,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) gated_delta_rule_prepar
     for (int t = 0; t < count; t++) {
       const i64 place = (i64)slot * args.value_heads + base + t;
       for_pairs(
-          QK, KK, [&](int r) { return Row{shared.G[t][r], args.scale * shared.q_norm[r], shared.beta[t][r] * shared.k_norm[r]}; },
+          QK, KK,
+          [&](int r) { return Row{shared.G[t][r], args.scale * shared.q_norm[r], shared.beta[t][r] * shared.k_norm[r]}; },
           [&](int c) { return Column{shared.G[t][c], shared.k_norm[c]}; },
           [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
             float p[2];
             for (int e = 0; e < 2; e++) {
-              const float decay = column[e].norm * exp_(row.G - column[e].G);
-              p[e] = c + e <= r ? row.scale * decay * qk[e] : 0.f;
-              if (c / 16 <= r / 16) shared.L[t][lower_at(r, c) + e] = c + e < r ? row.beta * decay * kk[e] : 0.f;
+              const float factor = column[e].norm * exp_(row.G - column[e].G);
+              p[e] = c + e <= r ? row.scale * factor * qk[e] : 0.f;
+              if (c / 16 <= r / 16) shared.L[t][lower_at(r, c) + e] = c + e < r ? row.beta * factor * kk[e] : 0.f;
             }
             store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
           });
@@ -416,12 +447,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) gated_delta_rule_prepar
       FOR_TEAM(i, C * C / 8) {
         const Place p = image_place<C, C>(i);
         float a[8];
-        for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? shared.L[team()][lower_at(p.row, p.column) + e] * shared.beta[team()][p.column + e] : 0.f;
+        for (int e = 0; e < 8; e++)
+          a[e] = p.column + e <= p.row ? shared.L[team()][lower_at(p.row, p.column) + e] * shared.beta[team()][p.column + e] : 0.f;
         store_eight(args.ws_a, place * C * C / 8 + i, a);
       }
     }
     sync();
   }
-
 }
-static_assert(sizeof(Shared) <= 55296, "the launch provides less");
+static_assert(sizeof(Shared) == 55296, "what the launch provides");

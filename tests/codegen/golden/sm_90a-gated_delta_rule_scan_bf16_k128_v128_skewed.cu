@@ -10,28 +10,12 @@ typedef long long i64;
 typedef u16 number;  // bf16
 struct __align__(64) CUtensorMap { u64 opaque[16]; };
 
-constexpr int THREADS = 192;
-DEV int thread_id() { return threadIdx.x; }
-DEV int block_id() { return blockIdx.x; }
-DEV void sync() { __syncthreads(); }
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
 DEV u32 pack(float lo, float hi) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   return r;
 }
-DEV u16 to_number(float x) { return (u16)pack(x, 0.f); }
-DEV float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
-DEV float from_fp16(u16 x) {
-  float r;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
-  return r;
-}
-DEV float to_float(u16 x) { return from_bf16(x); }
-DEV float exp_(float x) { return __expf(x); }
-DEV float log1p_(float x) { return log1pf(x); }
-DEV float rsqrt_(float x) { return rsqrtf(x); }
 
 // ---- arguments: one block; strides in elements
 struct Args {
@@ -39,9 +23,6 @@ struct Args {
   CUtensorMap q_map;
   CUtensorMap v_map;
   CUtensorMap o_map;
-  void* k;
-  void* q;
-  void* v;
   void* ws_a;
   void* ws_p;
   void* ws_rows;
@@ -49,18 +30,6 @@ struct Args {
   void* initial_state;
   void* final_state;
   void* o;
-  i64 k_stride_b;
-  i64 k_stride_t;
-  i64 k_stride_h;
-  i64 k_stride_d;
-  i64 q_stride_b;
-  i64 q_stride_t;
-  i64 q_stride_h;
-  i64 q_stride_d;
-  i64 v_stride_b;
-  i64 v_stride_t;
-  i64 v_stride_h;
-  i64 v_stride_d;
   i64 o_stride_b;
   i64 o_stride_t;
   i64 o_stride_h;
@@ -72,9 +41,7 @@ struct Args {
   i64 final_stride_h;
   i64 final_stride_k;
   i64 final_stride_v;
-  int batch;
   int tokens;
-  int sequences;
   int heads;
   int value_heads;
   int has_cu_seqlens;
@@ -97,6 +64,11 @@ DEV Sequence sequence_at(const Args& args, int n) {
   const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
   return {0, start, end - start, start / C + n};
 }
+// The rows of a head, from a token on.
+template <class T>
+DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t, i64 stride_h) {
+  return x + batch * stride_b + token * stride_t + head * stride_h;
+}
 
 // ---- barriers and bulk copies
 DEV void barrier_init(u32 barrier, u32 arrivals) {
@@ -118,10 +90,10 @@ DEV void barrier_wait(u32 barrier, u32 phase) {
 DEV void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEV void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-               "r"(barrier) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-// A box of 64 columns and one chunk of tokens.
+// Boxes of 64 columns and one chunk of tokens.
 DEV void load_box(u32 to, const CUtensorMap& map, int column, int head, int token, int batch, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4, %5}], [%6];"
                ::"r"(to), "l"(&map), "r"(column), "r"(head), "r"(token), "r"(batch), "r"(barrier) : "memory");
@@ -136,10 +108,10 @@ DEV void store_box(const CUtensorMap& map, int column, int head, int token, int 
 DEV u32 tile_offset(int rows, int row, int column) {
   return (column >> 6) * rows * 128 + row * 128 + ((((column >> 3) & 7) ^ (row & 7)) << 4) + (column & 7) * 2;
 }
+// How wgmma finds a tile: boxes are `leading` bytes apart, groups of eight rows 1024.
 DEV u64 descriptor(u32 address, u32 leading) {
   return (u64)((address & 0x3FFFF) >> 4) | ((u64)(leading >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
 }
-
 template <int ROWS, int COLUMNS>
 struct Tile {
   u32 address;
@@ -184,7 +156,8 @@ DEV u32 mul2(u32 a, u32 b) {
   return r;
 }
 DEV void load_shared(u32* r, u32 address) {
-  asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+  asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 DEV float load_shared(u32 address) {
   float r;
@@ -195,49 +168,82 @@ DEV float load_shared(u32 address) {
 // ---- products: d[rows, 64] = tile · x, on the tensor cores, awaited later
 DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
 // d[64 columns][32] (+)= a[64][16] b[16][32]; `SET` overwrites d, `TRANSPOSED` reads b with its rows contiguous.
 template <bool SET, int TRANSPOSED>
 DEV void wgmma_n32(float* d, const u32* a, u64 b) {
   if constexpr (SET)
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, %21;\n}\n"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]), "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15])
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+                 "{%16,%17,%18,%19}, %20, p, 1, 1, %21;\n}\n"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
+                   "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
   else
     asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1, %21;\n"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+                 "{%16,%17,%18,%19}, %20, 1, 1, 1, %21;\n"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
 }
-
 // d[64 columns][64] (+)= a[64][16] b[16][64]; `SET` overwrites d, `TRANSPOSED` reads b with its rows contiguous.
 template <bool SET, int TRANSPOSED>
 DEV void wgmma_n64(float* d, const u32* a, u64 b) {
   if constexpr (SET)
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, %37;\n}\n"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]), "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]), "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]), "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+                 "{%32,%33,%34,%35}, %36, p, 1, 1, %37;\n}\n"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
+                   "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
+                   "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
+                   "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
   else
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1, 1, 1, %37;\n"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+                 "{%32,%33,%34,%35}, %36, 1, 1, 1, %37;\n"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
 }
-
 // d[64 columns][128] (+)= a[64][16] b[16][128]; `SET` overwrites d, `TRANSPOSED` reads b with its rows contiguous.
 template <bool SET, int TRANSPOSED>
 DEV void wgmma_n128(float* d, const u32* a, u64 b) {
   if constexpr (SET)
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, p, 1, 1, %69;\n}\n"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]), "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]), "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]), "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]), "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]), "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]), "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]), "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+                 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+                 "{%64,%65,%66,%67}, %68, p, 1, 1, %69;\n}\n"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
+                   "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
+                   "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
+                   "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
+                   "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]),
+                   "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]),
+                   "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]),
+                   "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
   else
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, 1, 1, 1, %69;\n"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+                 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+                 "{%64,%65,%66,%67}, %68, 1, 1, 1, %69;\n"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                   "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                   "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                   "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                   "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED));
 }
 
@@ -331,18 +337,6 @@ template <int N> DEV void scale_rows(Block<N>& b, const FloatRows<N>& r) {
   for (int i = 0; i < N / 2; i++) b.x[i] *= r.x[2 * (i >> 2) + (i & 1)];
   touch(b);
 }
-template <int PART = 0, int PARTS = 1, int BYTE, int N> DEV void scale_rows(Block<N>& b, Shared<BYTE> v) {
-#pragma unroll
-  for (int i = PART * N / 4 / PARTS; i < (PART + 1) * N / 4 / PARTS; i += 4) {
-    float r[4];
-    load_shared((u32*)r, v.address + BYTE + (threadIdx.x & 3) * N + 4 * i);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      b.x[2 * i + j] *= r[2 * (j >> 2) + (j & 1)];
-      asm volatile("" : "+f"(b.x[2 * i + j])::"memory");
-    }
-  }
-}
 template <int PART = 0, int PARTS = 1, int BYTE, int N> DEV void scale(Block<N>& b, Shared<BYTE> v) {
   const float factor = load_shared(v.address + BYTE);
 #pragma unroll
@@ -366,7 +360,8 @@ template <int N> DEV void load_operand(Operand<N>& x, Tile<N, 64> t) {
 template <int N> DEV void store_operand(u32 address, const Operand<N>& x) {
 #pragma unroll
   for (int i = 0; i < N / 16; i++)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4};" ::"r"(address + matrix_offset() + 2048 * i),
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4};"
+                 ::"r"(address + matrix_offset() + 2048 * i),
                  "r"(x.x[4 * i]), "r"(x.x[4 * i + 1]), "r"(x.x[4 * i + 2]), "r"(x.x[4 * i + 3]) : "memory");
 }
 // Number i of a block is that of row block_row(i) + lane_row() and column block_column(i) + lane_column().
@@ -403,8 +398,12 @@ struct Ring {
   }
 };
 struct Ring_K : Ring<3, 181808> {
-  DEV Tile<64, 128> K() const { return {shared + 0 + slot * 24576}; }
-  DEV Tile<64, 64> V(int stream) const { return {shared + 16384 + slot * 24576 + stream * 8192}; }
+  DEV Tile<64, 128> K() const {
+    return {shared + slot * 24576};
+  }
+  DEV Tile<64, 64> V(int stream) const {
+    return {shared + 16384 + slot * 24576 + stream * 8192};
+  }
   struct Rows {
     u32 address;
     DEV Shared<0> minus_in() const { return {address}; }
@@ -416,13 +415,19 @@ struct Ring_K : Ring<3, 181808> {
   DEV Rows rows() const { return {rows_address()}; }
 };
 struct Ring_P : Ring<3, 181856> {
-  DEV LowerTile<64> P() const { return {{shared + 73728 + slot * 8192}}; }
+  DEV LowerTile<64> P() const {
+    return {{shared + 73728 + slot * 8192}};
+  }
 };
 struct Ring_Q : Ring<3, 181904> {
-  DEV Tile<64, 128> Q() const { return {shared + 98304 + slot * 16384}; }
+  DEV Tile<64, 128> Q() const {
+    return {shared + 98304 + slot * 16384};
+  }
 };
 struct Ring_A : Ring<3, 181952> {
-  DEV LowerTile<64> A() const { return {{shared + 147456 + slot * 8192}}; }
+  DEV LowerTile<64> A() const {
+    return {{shared + 147456 + slot * 8192}};
+  }
 };
 template <class R> DEV void land(R& ring) {
   ring.next();
@@ -434,7 +439,8 @@ template <class R> DEV void release(R& ring) {
 }
 
 constexpr int STREAMS = 1;  // column blocks of 64 in a workgroup
-constexpr int OUTPUT = 172032, OUTPUT_BARRIERS = 182000, TAIL_BARRIER = 182016;  // bytes into shared memory
+// Bytes into shared memory.
+constexpr int OUTPUT = 172032, OUTPUT_BARRIERS = 182000, TAIL_BARRIER = 182016;
 
 // A box that reaches past the sequence holds another one's rows: make them zero. Whole warp.
 DEV void clear_rows(u32 tile, int columns, int rows) {
@@ -456,6 +462,8 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   const int n_sequence = blockIdx.x / SPLITS / args.value_heads;
   const Sequence sequence = sequence_at(args, n_sequence);
   const int chunks = (sequence.length + C - 1) / C;
+
+  // ---- rings and barriers
   Ring_K ring_K{ {shared} };
   Ring_P ring_P{ {shared} };
   Ring_Q ring_Q{ {shared} };
@@ -479,6 +487,7 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   if (warp >= 4 * STREAMS) {
     if (warp == 4 * STREAMS) {
       // ---- load role
+      const int head = value_head * args.heads / args.value_heads;
       u32 tail_phase = 0;
       for (int n = 0; n < chunks; n++) {
         const int token = sequence.start + n * C, rows = min(C, sequence.length - n * C);
@@ -490,9 +499,10 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
           const u32 full = tail ? shared + TAIL_BARRIER : ring_K.full();
           if (lane == 0) {
             barrier_expect(full, 25104);
-            load_box(ring_K.K().address + 0, args.k_map, 0, value_head * args.heads / args.value_heads, token, sequence.batch, full);
-            load_box(ring_K.K().address + 8192, args.k_map, 64, value_head * args.heads / args.value_heads, token, sequence.batch, full);
-            for (int s = 0; s < STREAMS; s++) load_box(ring_K.V(s).address, args.v_map, (split * STREAMS + s) * 64, value_head, token, sequence.batch, full);
+            load_box(ring_K.K().address, args.k_map, 0, head, token, sequence.batch, full);
+            load_box(ring_K.K().address + 8192, args.k_map, 64, head, token, sequence.batch, full);
+            for (int s = 0; s < STREAMS; s++)
+              load_box(ring_K.V(s).address, args.v_map, (split * STREAMS + s) * 64, value_head, token, sequence.batch, full);
             copy_bulk(ring_K.rows_address(), (const char*)args.ws_rows + slot * 528, 528, full);
           }
           if (tail) {
@@ -520,8 +530,8 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
           const u32 full = tail ? shared + TAIL_BARRIER : ring_Q.full();
           if (lane == 0) {
             barrier_expect(full, 16384);
-            load_box(ring_Q.Q().address + 0, args.q_map, 0, value_head * args.heads / args.value_heads, token, sequence.batch, full);
-            load_box(ring_Q.Q().address + 8192, args.q_map, 64, value_head * args.heads / args.value_heads, token, sequence.batch, full);
+            load_box(ring_Q.Q().address, args.q_map, 0, head, token, sequence.batch, full);
+            load_box(ring_Q.Q().address + 8192, args.q_map, 64, head, token, sequence.batch, full);
           }
           if (tail) {
             barrier_wait(full, tail_phase);
@@ -558,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
           }
         } else {
           // The box would overwrite the next sequence's rows.
-          u16* o = (u16*)args.o + sequence.batch * args.o_stride_b + token * args.o_stride_t + value_head * args.o_stride_h + column;
+          number* o = rows_of((number*)args.o, sequence.batch, token, value_head, args.o_stride_b, args.o_stride_t, args.o_stride_h) + column;
           for (int i = lane; i < rows * 8; i += 32) {
             u32 x[4];
             load_shared(x, from + tile_offset(C, i >> 3, (i & 7) * 8));
@@ -588,6 +598,7 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   HalfRows<64> left;
   HalfRows<64> minus_in;
   FloatRows<64> out;
+
   const u32 output = shared + OUTPUT + stream * 8192;
   u32 output_phase = 1;
   auto store_rows = [&](const Operand<C>& x, int) {
@@ -604,6 +615,7 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   } else {
     for_each(S, [&](int, int, float& x) { x = 0.f; });
   }
+
   if (chunks > 0) {
     // first chunk
     // U = K S
@@ -637,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
       release(ring_A);
       to_operand(Vr, V2);
       land(ring_P);
-      // S += Kt (left V')
+      // S += Kᵀ (left V')
       scaled_operand(X, left, Vr);
       accumulate(S, transposed(ring_K.K()), X);
       // O = out O + P V'
@@ -675,10 +687,11 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
     };
     // Nothing may be under way where paths meet, or the compiler serializes all products.
     while (n + 1 + 2 < chunks) {
-      ring_K.slot = 0;  // known to the compiler
-      ring_P.slot = 2;  // known to the compiler
-      ring_Q.slot = 0;  // known to the compiler
-      ring_A.slot = 0;  // known to the compiler
+      // That is where they are; said here, it is a constant to the compiler.
+      ring_K.slot = 0;
+      ring_P.slot = 2;
+      ring_Q.slot = 0;
+      ring_A.slot = 0;
       advance();
       advance();
       advance();
@@ -696,7 +709,7 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
     release(ring_A);
     to_operand(Vr, V2);
     land(ring_P);
-    // S += Kt (left V')
+    // S += Kᵀ (left V')
     scaled_operand(X, left, Vr);
     accumulate(S, transposed(ring_K.K()), X);
     // O = out O + P V'
@@ -713,7 +726,8 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   if (args.final_state) {
     int block = blockIdx.x / SPLITS;
     asm volatile("" : "+r"(block));  // as in for_each
-    float* to = (float*)args.final_state + block / args.value_heads * args.final_stride_n + block % args.value_heads * args.final_stride_h;
+    float* to = (float*)args.final_state + block / args.value_heads * args.final_stride_n +
+                block % args.value_heads * args.final_stride_h;
     for_each(S, [&](i64 k, i64 v, float x) { to[k * args.final_stride_k + (column + v) * args.final_stride_v] = x; });
   }
 }

@@ -1,0 +1,224 @@
+"""How long a call takes: on a GPU by the intervals of its kernels, on a CPU by the clock.
+
+Device time is the median over repetitions of the union of kernel intervals, as CUPTI (or roctracer) reports them to
+torch.profiler: time in which the device does nothing does not count, kernels that overlap count once. Before each
+repetition a memset of twice the L2 and more flushes it, and that memset also marks where a repetition begins. Which
+event it is, is not guessed from names: the flush is profiled alone first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["ClockTimer", "DeviceTimer", "Event", "Timer", "TimerError", "Timing", "busy", "repetitions", "timer_for"]
+
+WARM_UP = 3
+_ATTEMPTS = 3
+
+
+class TimerError(RuntimeError):
+    """The profiler's events do not add up to the repetitions that ran."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One kernel, copy or memset; microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one call in milliseconds.
+
+    Parameters
+    ----------
+    device_ms, q1_ms, q3_ms : median and quartiles over repetitions.
+    wall_ms : of one of many calls back to back, what they cost the host included.
+    kernels : median time of each kernel of a call, summed over launches of one name.
+    repetitions : behind device_ms.
+    """
+
+    device_ms: float
+    q1_ms: float
+    q3_ms: float
+    wall_ms: float
+    kernels: dict[str, float]
+    repetitions: int
+
+
+class Timer(Protocol):
+    """Measures a call; `description` says how."""
+
+    description: str
+
+    def measure(self, call: Callable[[], object]) -> Timing:
+        """Time a call that has run before."""
+        ...
+
+
+def busy(events: Sequence[Event]) -> float:
+    """Length of the union of the events' intervals."""
+    total, reached = 0.0, float("-inf")
+    for event in sorted(events, key=lambda e: e.start):
+        if event.end > reached:
+            total += event.end - max(event.start, reached)
+            reached = event.end
+    return total
+
+
+def repetitions(events: Sequence[Event], flush: Event, count: int) -> list[list[Event]]:
+    """Split the events of a profile at its flushes.
+
+    Parameters
+    ----------
+    events : of the whole profile.
+    flush : a flush profiled alone; an event of that name that takes at least half as long is one.
+    count : how many repetitions ran.
+
+    Raises
+    ------
+    TimerError
+        The flushes are not as many as the repetitions, or these do not all have the same number of kernels: the
+        profiler has lost some, or a call does something else each time.
+    """
+    least = 0.5 * (flush.end - flush.start)
+    groups: list[list[Event]] = []
+    for event in sorted(events, key=lambda e: e.start):
+        if event.name == flush.name and event.end - event.start >= least:
+            groups.append([])
+        elif groups:
+            groups[-1].append(event)
+        else:
+            raise TimerError(f"{event.name} ran before the first flush")
+    sizes = sorted({len(group) for group in groups})
+    if len(groups) != count or len(sizes) != 1 or not sizes[0]:
+        raise TimerError(f"{count} repetitions gave {len(groups)} flushes, with {sizes} kernels after one")
+    return groups
+
+
+def summarize(groups: Sequence[Sequence[Event]], wall_ms: float) -> Timing:
+    """Median and quartiles over repetitions, and the share of each kernel."""
+    times = [busy(group) / 1e3 for group in groups]
+    names = dict.fromkeys(event.name for group in groups for event in group)
+    kernels = {
+        name: statistics.median(sum(e.end - e.start for e in group if e.name == name) for group in groups) / 1e3
+        for name in names
+    }
+    return _timing(times, wall_ms, kernels)
+
+
+def _timing(times: Sequence[float], wall_ms: float, kernels: dict[str, float]) -> Timing:
+    q1, median, q3 = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else list(times) * 3
+    return Timing(median, q1, q3, wall_ms, kernels, len(times))
+
+
+class DeviceTimer:
+    """Kernel intervals from torch.profiler, on the current GPU.
+
+    Parameters
+    ----------
+    count : repetitions.
+    calls : back to back, for the wall time.
+    """
+
+    def __init__(self, count: int = 10, calls: int = 10) -> None:
+        properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        least = 512 << 20 if torch.version.hip else 256 << 20
+        self.count, self.calls = count, calls
+        self.flush_bytes = max(least, 2 * int(properties.L2_cache_size))
+        self._buffer = torch.empty(self.flush_bytes, dtype=torch.int8, device="cuda")
+        self._mark = self._calibrate()
+        tracer = "roctracer" if torch.version.hip else "CUPTI"
+        self.description = f"kernel intervals ({tracer}), L2 flushed by a write of {self.flush_bytes >> 20} MiB"
+
+    def _flush(self) -> None:
+        self._buffer.zero_()
+
+    def _profile(self, call: Callable[[], object], count: int) -> list[Event]:
+        """Events on the device while `call` runs `count` times."""
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            for _ in range(count):
+                call()
+            torch.cuda.synchronize()
+        return [
+            Event(e.name, e.time_range.start, e.time_range.end)
+            for e in trace.events() or ()
+            if e.device_type == DeviceType.CUDA
+        ]
+
+    def _calibrate(self) -> Event:
+        """Name and duration of a flush; also the first trace, which the tracer needs to set itself up."""
+        events: list[Event] = []
+        for _ in range(_ATTEMPTS):
+            events = self._profile(self._flush, 3)
+            if len(events) == 3 and len({e.name for e in events}) == 1:
+                return min(events, key=lambda e: e.end - e.start)
+        names = [e.name for e in events]
+        raise TimerError(f"3 flushes gave the events {names}: torch.profiler cannot trace this device")
+
+    def _wall_ms(self, call: Callable[[], object]) -> float:
+        mark: Any = torch.cuda.Event
+        first, last = mark(enable_timing=True), mark(enable_timing=True)
+        call()
+        torch.cuda.synchronize()
+        first.record()
+        for _ in range(self.calls):
+            call()
+        last.record()
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) / self.calls
+
+    def measure(self, call: Callable[[], object]) -> Timing:
+        """Time a call; what the profiler lost is measured again."""
+
+        def flushed() -> None:
+            self._flush()
+            call()
+
+        for _ in range(WARM_UP):
+            call()
+        wall_ms = self._wall_ms(call)
+        for attempt in range(_ATTEMPTS):
+            try:
+                return summarize(repetitions(self._profile(flushed, self.count), self._mark, self.count), wall_ms)
+            except TimerError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+
+class ClockTimer:
+    """Wall clock around single calls on the CPU; caches stay warm."""
+
+    description = "wall clock around each call, caches warm"
+
+    def __init__(self, count: int = 10) -> None:
+        self.count = count
+
+    def measure(self, call: Callable[[], object]) -> Timing:
+        """Time a call; the wall time is the mean over all calls."""
+        call()
+        times = []
+        began = time.perf_counter()
+        for _ in range(self.count):
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+        return _timing(times, 1e3 * (time.perf_counter() - began) / self.count, {})
+
+
+def timer_for(device: str, count: int) -> Timer:
+    """The timer for calls on ``"cuda"`` or ``"cpu"``."""
+    return ClockTimer(count) if device == "cpu" else DeviceTimer(count)

@@ -1,0 +1,73 @@
+"""What becomes of a profiler's events, without a profiler; and, on a GPU, with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qla.bench.timing import ClockTimer, DeviceTimer, Event, TimerError, busy, repetitions, summarize
+
+FLUSH = Event("Memset (Device)", 0.0, 60.0)
+
+
+def trace(count: int) -> list[Event]:
+    """Repetitions of a flush, a short memset, and two kernels that overlap."""
+    events = []
+    for start in (1000.0 * i for i in range(count)):
+        events += [
+            Event("Memset (Device)", start, start + 65.0),
+            Event("Memset (Device)", start + 70.0, start + 71.0),
+            Event("prepare", start + 80.0, start + 100.0),
+            Event("scan", start + 95.0, start + 130.0 + start / 1000),
+        ]
+    return events
+
+
+def test_union_of_intervals() -> None:
+    assert busy([]) == 0.0
+    assert busy([Event("a", 0.0, 10.0), Event("b", 2.0, 5.0), Event("c", 9.0, 12.0), Event("d", 20.0, 21.0)]) == 13.0
+    assert busy([Event("d", 20.0, 21.0), Event("a", 0.0, 10.0)]) == 11.0
+
+
+def test_repetitions_begin_at_flushes_only() -> None:
+    groups = repetitions(list(reversed(trace(5))), FLUSH, 5)
+    assert [[e.name for e in group] for group in groups] == [["Memset (Device)", "prepare", "scan"]] * 5
+    timing = summarize(groups, 0.3)
+    assert timing.device_ms == pytest.approx((1 + 50 + 2) / 1e3)
+    assert (timing.q1_ms, timing.q3_ms) == (pytest.approx(52e-3), pytest.approx(54e-3))
+    assert timing.kernels == pytest.approx({"Memset (Device)": 1e-3, "prepare": 20e-3, "scan": 37e-3})
+    assert (timing.wall_ms, timing.repetitions) == (0.3, 5)
+
+
+@pytest.mark.parametrize("lost", [0, 3, 4])
+def test_lost_events_are_noticed(lost: int) -> None:
+    events = trace(5)
+    del events[lost]
+    with pytest.raises(TimerError):
+        repetitions(events, FLUSH, 5)
+
+
+def test_nothing_but_flushes_is_no_measurement() -> None:
+    with pytest.raises(TimerError, match="kernels after one"):
+        repetitions([Event(FLUSH.name, 100.0 * i, 100.0 * i + 60) for i in range(3)], FLUSH, 3)
+
+
+def test_clock() -> None:
+    calls: list[int] = []
+    timing = ClockTimer(4).measure(lambda: calls.append(sum(range(1000))))
+    assert len(calls) == 5
+    assert 0 < timing.q1_ms <= timing.device_ms <= timing.q3_ms
+    assert timing.wall_ms > 0
+
+
+@pytest.mark.gpu
+def test_device_time_of_a_known_kernel() -> None:
+    timer = DeviceTimer(10)
+    x = torch.randn(1 << 28, device="cuda")
+    y = torch.empty_like(x)
+    timing = timer.measure(lambda: y.copy_(x))
+    assert len(timing.kernels) == 1
+    # A copy that the wall clock sees as well: back to back, a queue of them is kernels and nothing else.
+    assert timing.device_ms == pytest.approx(timing.wall_ms, rel=0.1)
+    both = timer.measure(lambda: (y.copy_(x), y.zero_()))
+    assert timing.device_ms < both.device_ms < 2 * timing.device_ms
