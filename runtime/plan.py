@@ -25,6 +25,7 @@ from qla.runtime.arguments import MAPS, POINTERS, WORKSPACE_PREFIX, ArgumentBloc
 from qla.runtime.drivers import Driver, device_target, driver_for, tileable
 from qla.runtime.planner import choose_schedule
 from qla.runtime.problem import Problem, Result
+from qla.targets import TARGETS
 
 __all__ = ["Layout", "Plan", "PlanKey", "layouts", "run"]
 
@@ -137,7 +138,7 @@ def plan_for(problem: Problem) -> Plan:
         raise UnsupportedError("q", q.dtype, ", ".join(str(d) for d in DTYPES))
     target = device_target(q.device)
     # The host reads any strides, so it has no second kernel for them.
-    tiles = target == "host" or all(tileable(t) for t in (q, problem.k, v))
+    tiles = "strided" not in TARGETS[target].loads or all(tileable(t) for t in (q, problem.k, v))
     loads: Loads = "tile" if tiles else "strided"
     dv, device, saves = v.shape[-1], q.get_device(), problem.saves
     heads = _sequences(problem) * v.shape[2]

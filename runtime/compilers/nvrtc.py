@@ -73,6 +73,8 @@ class Nvrtc:
     def options(self) -> list[str]:
         """The compiler's command line; the assembler's verbose lines are what `qla.codegen.resources` reads."""
         own = [f"-arch={self.target.name}", "--ptxas-options=-v"]
+        # Where there is a driver, NVRTC 13 takes what it has compiled before from a cache of its own, without a log.
+        own += ["--no-cache"] if int(_library().identity.version.split(".")[0]) >= 13 else []
         # A target may name its architecture itself; NVRTC refuses two of them.
         if any(flag.startswith(("-arch", "--gpu-architecture")) for flag in self.target.flags):
             own = own[1:]

@@ -47,7 +47,7 @@ def test_a_target_with_one_schedule_takes_it(target: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dk", [64, 128])
 def test_what_is_chosen_for_a_full_chip_is_right(name: str, dtype: torch.dtype, dk: int) -> None:
-    lengths = [100, 64, 0, 65, 1, 200]
+    lengths = [100, 64, 0, 265]  # times 32 value heads: two waves of single blocks, or one of pairs
     a = inputs.make(
         name, T=sum(lengths), H=8, HV=32, K=dk, V=128, dtype=dtype, device="cuda", state=True, lengths=lengths,
         output_final_state=True,
