@@ -61,9 +61,13 @@ def _zig() -> tuple[Path, CompilerIdentity]:
             what = "no clang for this target: the package ziglang is not installed"
             raise CompilerNotFoundError(f"{what}; {install_hint('cpu')}")
         path = Path(found).resolve()
-    done = subprocess.run(
-        [str(path), "version"], capture_output=True, text=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL
-    )
+    command = [str(path), "version"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CompilerNotFoundError(f"`{' '.join(command)}` does not run: {error}; {install_hint('cpu')}") from error
     build = f"{file_identity(path, 'ziglang')} recipe:{_RECIPE}"
     return path, CompilerIdentity("zig", done.stdout.strip(), build)
 

@@ -5,6 +5,7 @@ ctypes releases the interpreter's lock during a call, so plain threads use all c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -66,7 +67,8 @@ class HostDriver:
         share = (kernel.entry, arguments.address, pieces, step, blocks)
         others: list[Future[None]] = []
         try:
-            others += (_workers().submit(_draw, *share) for _ in range(workers - 1))
+            with contextlib.suppress(RuntimeError):  # no new threads while Python exits: this one draws all
+                others += (_workers().submit(_draw, *share) for _ in range(workers - 1))
             _draw(*share)
         finally:
             # Also when interrupted (Ctrl-C): the caller frees what the others are still writing to.

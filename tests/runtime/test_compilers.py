@@ -319,3 +319,17 @@ def test_naming_a_compiler_loads_none() -> None:
         "sys.exit('nvrtc' in maps or 'hip' in sys.modules or 'ziglang' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0
+
+
+def test_a_zig_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "zig"
+    broken.write_text("no program")
+    broken.chmod(0o755)
+    monkeypatch.setattr(zig, "wheel_folders", lambda name: [])
+    monkeypatch.setattr(zig.shutil, "which", lambda name: str(broken))
+    zig._zig.cache_clear()
+    try:
+        with pytest.raises(CompilerNotFoundError, match="does not run"):
+            zig._zig()
+    finally:
+        zig._zig.cache_clear()
