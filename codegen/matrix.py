@@ -38,13 +38,8 @@ def _default_schedule(target: str) -> list[KernelSpec]:
 
 def _other_schedule(target: str, schedule: Schedule) -> list[KernelSpec]:
     facts = TARGETS[target]
-    chosen = schedule.chunk_us > 0
-    dtypes, dims = (facts.dtypes, HEAD_DIMS) if chosen else (facts.dtypes[:1], HEAD_DIMS[-1:])
-    return [
-        KernelSpec(op, "scan", cast(Dtype, dtype), dk, dv, target, schedule=schedule.name)
-        for op, dtype, dk, dv in product(OPS, dtypes, dims, dims)
-        if OPS[op].gate in schedule.gates and dv % (facts.columns(dv) * schedule.streams) == 0
-    ]
+    dtype, dim = cast(Dtype, facts.dtypes[0]), HEAD_DIMS[-1]
+    return [KernelSpec(op, "scan", dtype, dim, dim, target, schedule=schedule.name) for op in OPS]
 
 
 def pairwise(target: str) -> list[KernelSpec]:

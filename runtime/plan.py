@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,6 @@ from qla.codegen.spec import Dtype, KernelSpec, Source, Stage
 from qla.errors import CaptureError, LaunchError, UnsupportedError
 from qla.runtime.arguments import MAPS, POINTERS, WORKSPACE_PREFIX, ArgumentBlock, Packer, contiguous_strides, scalars
 from qla.runtime.drivers import Driver, device_target, driver_for, tileable
-from qla.runtime.planner import choose_schedule
 from qla.runtime.problem import Problem, Result
 from qla.targets import TARGETS
 
@@ -81,12 +79,10 @@ class PlanKey:
     device: int
     loads: Loads
     saves: bool
-    schedule: str = ""
 
     def spec(self, stage: Stage) -> KernelSpec:
         """The spec of one of the two kernels."""
-        schedule = self.schedule if stage == "scan" else ""
-        spec = KernelSpec(self.op, stage, self.dtype, self.dk, self.dv, self.target, self.loads, self.saves, schedule)
+        spec = KernelSpec(self.op, stage, self.dtype, self.dk, self.dv, self.target, self.loads, self.saves)
         return spec.canonical()
 
 
@@ -140,10 +136,7 @@ def plan_for(problem: Problem) -> Plan:
     # The host reads any strides, so it has no second kernel for them.
     tiles = "strided" not in TARGETS[target].loads or all(tileable(t) for t in (q, problem.k, v))
     loads: Loads = "tile" if tiles else "strided"
-    dv, device, saves = v.shape[-1], q.get_device(), problem.saves
-    heads = _sequences(problem) * v.shape[2]
-    schedule = choose_schedule(target, OPS[problem.op].gate, dv, loads, saves, heads, _multiprocessors(device))
-    key = PlanKey(problem.op, DTYPES[q.dtype], q.shape[-1], dv, target, device, loads, saves, schedule)
+    key = PlanKey(problem.op, DTYPES[q.dtype], q.shape[-1], v.shape[-1], target, q.get_device(), loads, problem.saves)
     plan = _plans.get(key)
     if plan is None:
         with _lock:
@@ -151,16 +144,6 @@ def plan_for(problem: Problem) -> Plan:
             if plan is None:
                 plan = _plans[key] = _new_plan(key)
     return plan
-
-
-def _sequences(problem: Problem) -> int:
-    return problem.q.shape[0] if problem.cu_seqlens is None else problem.cu_seqlens.numel() - 1
-
-
-@lru_cache(maxsize=64)
-def _multiprocessors(device: int) -> int:
-    """Of a GPU; a CPU has no waves of workgroups, so any number that is never exceeded."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device >= 0 else _MAX_BLOCKS
 
 
 def _new_plan(key: PlanKey) -> Plan:
@@ -182,7 +165,7 @@ def _on_device(index: int) -> Any:
 
 def _new_layout(problem: Problem) -> Layout | None:
     batch, tokens = problem.q.shape[:2]
-    sequences = _sequences(problem)
+    sequences = batch if problem.cu_seqlens is None else problem.cu_seqlens.numel() - 1
     if not (batch and tokens and sequences and problem.v.shape[2]):
         return None
     guard = _on_device(problem.q.get_device())

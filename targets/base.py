@@ -20,9 +20,6 @@ class Schedule:
     rings : tiles that travel together ("K V rows"), each with the number of buffers of its ring.
     streams : column blocks (of the target's width) that one workgroup owns.
     unroll : chunks per pass of the main loop.
-    gates : kinds of gate that it is tuned for, where it is not the default.
-    chunk_us : microseconds that a workgroup takes per chunk (K = V = 128), by which the planner chooses; 0 for a
-        schedule that is only taken by name.
     """
 
     name: str
@@ -30,8 +27,6 @@ class Schedule:
     rings: Mapping[str, int] = field(default_factory=dict)
     streams: int = 1
     unroll: int = 1
-    gates: tuple[str, ...] = ("none", "head", "channel")
-    chunk_us: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,7 @@ TARGET = Target(
     block_columns=64,
     chunk={"none": 64, "head": 64, "channel": 64},
     schedules=(
-        Schedule(name="serial", order=_SERIAL, rings=_RINGS, unroll=3, chunk_us=1.0),
-        # Two column blocks, all of a head's 128 value columns, share K, Q, A and P: less to load on a full chip.
-        # (Three buffers of the two forms of K that channel gates need would not fit.)
-        Schedule(
-            name="paired", order=_SERIAL, rings=_RINGS, streams=2, unroll=3, gates=("none", "head"), chunk_us=1.8,
-        ),
+        Schedule(name="serial", order=_SERIAL, rings=_RINGS, unroll=3),
         # The state update and O of chunk n run while the values of chunk n + 1 are prepared. Row factors are fetched
         # before the state update: a shared-memory load issued while it runs waits some 250 cycles.
         Schedule(
@@ -39,8 +34,7 @@ TARGET = Target(
     ),
     flags=("-std=c++17", "-default-device", "-ftz=true"),
     build="nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -ftz=true -o {name}.cubin {name}.cu",
-    # One column block: chain warpgroup, load warp, store warp. Two: a whole third warpgroup, so that setmaxnreg can
-    # hand its registers over.
+    # Chain warpgroup, load warp, store warp: a workgroup has one column block.
     # In `prepare`, each of the four warps inverts the matrix of a value head (with channel gates there is one head).
-    facts={"scan_threads": {1: 192, 2: 384}, "teams": 4},
+    facts={"scan_threads": {1: 192}, "teams": 4},
 )

@@ -12,7 +12,6 @@ from qla.codegen.ops import OPS
 from qla.codegen.render import render
 from qla.codegen.spec import HEAD_DIMS, KernelSpec
 from qla.runtime.plan import PlanKey
-from qla.runtime.planner import choose_schedule
 from qla.targets import TARGETS
 
 pytestmark = pytest.mark.parametrize("target", list(TARGETS))
@@ -63,18 +62,15 @@ def test_pairwise_has_each_kernel_with_all_its_head_dims(target: str) -> None:
 
 
 def test_the_runtime_asks_for_listed_kernels_only(target: str) -> None:
-    """Whatever the call: any op, dtype, head dims, strides and number of heads, with and without saved states."""
+    """Whatever the call: any op, dtype, head dims and strides, with and without saved states."""
     listed, facts = set(matrix.full(target)), TARGETS[target]
     asked: set[KernelSpec] = set()
     for op, dtype, dk, dv, loads in product(OPS, facts.dtypes, HEAD_DIMS, HEAD_DIMS, facts.loads):
         for saves in (False, True) if OPS[op].saves else (False,):
-            for heads, processors in product((1, 16, 64, 128, 130, 500, 4096), (1, 78, 132, 304)):
-                schedule = choose_schedule(target, OPS[op].gate, dv, loads, saves, heads, processors)
-                key = PlanKey(op, dtype, dk, dv, target, 0, loads, saves, schedule)  # type: ignore[arg-type]
-                asked |= {key.spec("prepare"), key.spec("scan")}
+            key = PlanKey(op, dtype, dk, dv, target, 0, loads, saves)  # type: ignore[arg-type]
+            asked |= {key.spec("prepare"), key.spec("scan")}
     assert asked <= listed
-    measured = {s.name for s in facts.schedules[1:] if not s.chunk_us}
-    assert listed - asked == {spec for spec in listed if spec.schedule in measured}
+    assert listed - asked == {spec for spec in listed if spec.schedule}
 
 
 def test_specs_of_one_canonical_spec_are_one_kernel(target: str) -> None:
