@@ -16,8 +16,8 @@ _Pair = tuple[tuple[int, Any], tuple[int, Any]]
 def full(target: str) -> list[KernelSpec]:
     """Every supported kernel of a target, each once (as its canonical spec), in a fixed order.
 
-    Schedules that the planner chooses among are listed with all that it chooses them for. The others are there to be
-    measured: they are listed for one dtype and the largest head dims.
+    The runtime takes the default schedule. The others are there to be measured: they are listed for one dtype and the
+    largest head dims.
     """
     specs = dict.fromkeys(_default_schedule(target))
     for schedule in TARGETS[target].schedules[1:]:
