@@ -98,12 +98,16 @@ def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int)
 def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int) -> int:
     """Bytes of what the threads of a `prepare` workgroup share (`struct Shared` of its template).
 
-    Rows of a tile are followed by `pad` unused numbers; `teams` invert a matrix each, as blocks of 16 if several.
+    Rows of a tile are followed by `pad` unused numbers; `teams` invert a matrix each, as blocks of 16 if several. With
+    channel gates several teams keep decays in registers and share decayed keys: a block of 8 rows for each pair of such.
     """
     blocks, matrix = chunk // 16, chunk * (chunk + 4) * 4
     lower = (blocks * (blocks + 1) // 2 * 1280 if teams > 1 else matrix) * op.delta
     tiles = 2 * chunk * (dk + pad) * 2
-    if op.gate == "channel":
+    if op.gate == "channel" and teams > 1:
+        rows = chunk // 8
+        total = tiles + rows * (rows - 1) // 2 * 8 * dk * 2 + lower + 2 * rows * dk * 4 + chunk * 4 * op.delta
+    elif op.gate == "channel":
         total = max(tiles, lower) + chunk * (dk + 8) * 4 + blocks * dk * 4 + matrix * (1 + op.delta)
         total += chunk * 4 * op.delta
     else:

@@ -110,7 +110,6 @@ DEV float rsqrt_(float x) { return __builtin_amdgcn_rsqf(x); }
 #define FOR_EACH(i, n) for (int i = thread_id(); i < (n); i += THREADS)
 constexpr int LD = C + 4;   // floats from one row of a [C, C] matrix to the next
 constexpr int LDG = K + 8;  // likewise of a [C, K] matrix
-DEV int team() { return 0; }  // the workgroup is one
 constexpr int LDL = C + 4, LOWER = C * LDL;  // floats of a row and of all of a lower triangular matrix
 DEV int lower_at(int r, int c) { return r * LDL + c; }
 
@@ -364,10 +363,11 @@ struct Shared {
     struct { SharedTile<C, K> q, k; };  // tokens of the chunk, zero after the sequence's end
     float L[LOWER];                     // once their products are known
   };
-  float KK[C * LD], beta[C];
+  float KK[C * LD];
   float G[C * LDG];  // sums of the gates
   float run_sums[C / 16 * K];
   float QK[C * LD];
+  float beta[C];
   float q_norm[C], k_norm[C];
 };
 
@@ -399,26 +399,11 @@ DEV float gate_of(const Args& args, float x, int head, int bias) {
   return x < -88.f ? -88.f : x;
 }
 
-extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args) {
-  __shared__ Shared shared;
+#define FOR_ROWS(r) FOR_EACH(r, C)
 
-  // ---- the chunk and the head
-  const int slot = block_id() / args.value_heads, value_head = block_id() % args.value_heads;
-  const int head = value_head * args.heads / args.value_heads;
-  const Sequence sequence = sequence_of_slot(args, slot);
-  const int first = (slot - sequence.slot) * C;
-  const int rows = sequence.length - first < C ? sequence.length - first : C;
-  if (rows <= 0) return;
-  const i64 token = sequence.start + first;
-  const number* q = rows_of((const number*)args.q, sequence.batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
-  const number* k = rows_of((const number*)args.k, sequence.batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
-
-  // ---- the tiles; meanwhile G = sums of the gates of each channel, in runs of 16 rows
-  const i64 place = (i64)slot * args.value_heads + value_head;
-  load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
-  load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
-
-  const i64 g = sequence.batch * args.g_stride_b + token * args.g_stride_t + value_head * args.g_stride_h;
+// ---- G = sums of the gates of each channel, at first within runs of 16 rows
+struct Decays {};
+DEV Decays take_gates(Shared& shared, const Args& args, i64 g, int rows, int value_head) {
   FOR_EACH(i, C / 16 * K) {
     const int d = i % K, run = i / K * 16;
     float x[16], sum = 0.f;
@@ -428,27 +413,26 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
       shared.G[(run + r) * LDG + d] = sum += run + r < rows ? gate_of(args, x[r], value_head, value_head * K + d) : 0.f;
     shared.run_sums[i] = sum;
   }
-  const i64 beta = sequence.batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h;
-  FOR_EACH(r, C) shared.beta[r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
-  sync_tiles();
+  return {};
+}
+DEV float sum_of_gates(const Shared& shared, int d) { return shared.G[(C - 1) * LDG + d]; }
+
+// Keys and queries decayed from the chunk's start and to its end, in memory; then put(r, c, pair, pair) for all pairs of
+// neighbours of the products of those decayed to one another.
+template <class F> DEV void decayed_products(Shared& shared, Decays, const Args& args, i64 place, F put) {
   FOR_EACH(i, 2 * C) {
     const int r = i % C;
     const float norm = args.flags & L2NORM ? rsqrt_(1e-6f + row_square(i < C ? shared.q : shared.k, r)) : 1.f;
     (i < C ? shared.q_norm : shared.k_norm)[r] = norm;
   }
-  sync();
-
-  // ---- the runs follow one another
+  // the runs of gates follow one another
   FOR_EACH(i, C / 16 * K) {
     const int d = i % K, run = i / K * 16;
     float before = 0.f;
     for (int j = d; j < i; j += K) before += shared.run_sums[j];
     for (int r = 0; r < 16; r++) shared.G[(run + r) * LDG + d] += before;
-    if (run == C - 16) put_row(args.ws_rows, place, DECAY, row_place<K>(d), exp_(before + shared.run_sums[i]));
   }
   sync();
-
-  // ---- keys and queries decayed from the chunk's start (they meet the state) and to its end (they go into it)
   FOR_EACH(i, C * K / 8) {
     const Place p = image_place<C, K>(i);
     const float *G = shared.G + p.row * LDG + p.column, *last = shared.G + (C - 1) * LDG + p.column;
@@ -466,12 +450,39 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
   }
   decayed_gram(shared.QK, shared.KK, shared.q, shared.k, shared.G);
   sync();
-
-  // ---- P and L
   FOR_EACH(i, C * C / 2) {
     const int r = i / (C / 2), c = i % (C / 2) * 2;
-    const float* qk = shared.QK + r * LD + c;
-    const float* kk = shared.KK + r * LD + c;
+    put(r, c, shared.QK + r * LD + c, shared.KK + r * LD + c);
+  }
+}
+
+extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args) {
+  __shared__ Shared shared;
+
+  // ---- the chunk and the head
+  const int slot = block_id() / args.value_heads, value_head = block_id() % args.value_heads;
+  const int head = value_head * args.heads / args.value_heads;
+  const Sequence sequence = sequence_of_slot(args, slot);
+  const int first = (slot - sequence.slot) * C;
+  const int rows = sequence.length - first < C ? sequence.length - first : C;
+  if (rows <= 0) return;
+  const i64 token = sequence.start + first;
+  const number* q = rows_of((const number*)args.q, sequence.batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
+  const number* k = rows_of((const number*)args.k, sequence.batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
+
+  // ---- the tiles; meanwhile the gates
+  const i64 place = block_id();
+  load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
+  load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
+  const i64 beta = sequence.batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h;
+  FOR_ROWS(r) shared.beta[r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
+  const i64 g = sequence.batch * args.g_stride_b + token * args.g_stride_t + value_head * args.g_stride_h;
+  const Decays decays = take_gates(shared, args, g, rows, value_head);
+  sync_tiles();
+
+  // ---- keys and queries decayed from the chunk's start (they meet the state) and to its end (they go into it), and from
+  //      the products of those decayed to one another P and L
+  decayed_products(shared, decays, args, place, [&](int r, int c, const float* qk, const float* kk) {
     const Row row{args.scale * shared.q_norm[r], shared.beta[r] * shared.k_norm[r]};
     const Column column[2] = { {shared.k_norm[c]}, {shared.k_norm[c + 1]} };
     float p[2];
@@ -481,11 +492,12 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
       if (c / 16 <= r / 16) shared.L[lower_at(r, c) + e] = c + e < r ? row.beta * factor * kk[e] : 0.f;
     }
     store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
-  }
+  });
+  FOR_EACH(d, K) put_row(args.ws_rows, place, DECAY, row_place<K>(d), exp_(sum_of_gates(shared, d)));
   sync();
 
   // ---- A = (I + L)⁻¹ diag(b)
-  if (team() == 0) solve_unit_lower(shared.L);
+  solve_unit_lower(shared.L);
   sync();
   FOR_EACH(i, C * C / 8) {
     const Place p = image_place<C, C>(i);

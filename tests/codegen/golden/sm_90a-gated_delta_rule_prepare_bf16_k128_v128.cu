@@ -124,7 +124,8 @@ DEV void load_tile(SharedTile<C, COLUMNS>& to, const number* from, i64 stride_t,
   asm volatile("" : "+r"(thread));  // addresses are made here, not carried through a loop around this in registers
 #pragma unroll
   for (int n = 0; n < C * COLUMNS / 8 / THREADS; n++) {
-    const int i = thread + n * THREADS, row = i / (COLUMNS / 8), column = i % (COLUMNS / 8) * 8, bytes = row < rows ? 16 : 0;
+    const int i = thread + n * THREADS;
+    const int row = i / (COLUMNS / 8), column = i % (COLUMNS / 8) * 8, bytes = row < rows ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  ::"r"(shared_address(&to.at(row, column))), "l"(row < rows ? from + row * stride_t + column : from), "r"(bytes)
                  : "memory");
