@@ -99,7 +99,7 @@ def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int) -> i
     """Bytes of what the threads of a `prepare` workgroup share (`struct Shared` of its template).
 
     Rows of a tile are followed by `pad` unused numbers; `teams` invert a matrix each, as blocks of 16 if several. With
-    channel gates several teams keep decays in registers and share decayed keys: a block of 8 rows for each pair of such.
+    channel gates several teams keep decays in registers and share decayed keys: 8 rows for each pair of blocks of 8.
     """
     blocks, matrix = chunk // 16, chunk * (chunk + 4) * 4
     lower = (blocks * (blocks + 1) // 2 * 1280 if teams > 1 else matrix) * op.delta
