@@ -361,16 +361,16 @@ DEV void put_row(void* rows, i64 place, int vector, int at, float x) {
 struct Shared {
   union {
     struct { SharedTile<C, K> q, k; };  // tokens of the chunk, zero after the sequence's end
-    float L[LOWER];                     // once their products are known
+    alignas(16) float L[LOWER];         // once their products are known
   };
   float KK[C * LD];
   float G[C * LDG];  // sums of the gates
   float run_sums[C / 16 * K];
   float QK[C * LD];
-  float beta[C];
+  alignas(16) float beta[C];
   float q_norm[C], k_norm[C];
 };
-
+struct alignas(16) EightFloats { float x[8]; };
 // What P and L take from a row and a column.
 struct Row { float scale, beta; };
 struct Column { float norm; };
@@ -417,9 +417,10 @@ DEV Decays take_gates(Shared& shared, const Args& args, i64 g, int rows, int val
 }
 DEV float sum_of_gates(const Shared& shared, int d) { return shared.G[(C - 1) * LDG + d]; }
 
-// Keys and queries decayed from the chunk's start and to its end, in memory; then put(r, c, pair, pair) for all pairs of
-// neighbours of the products of those decayed to one another.
-template <class F> DEV void decayed_products(Shared& shared, Decays, const Args& args, i64 place, F put) {
+// Keys and queries decayed from the chunk's start and to its end, in memory; then put(r, c, of_row(r), {of_column(c),
+// of_column(c + 1)}, pair, pair) for all pairs of neighbours of the products of those decayed to one another.
+template <class R, class S, class F>
+DEV void decayed_products(Shared& shared, Decays, const Args& args, i64 place, R of_row, S of_column, F put) {
   FOR_EACH(i, 2 * C) {
     const int r = i % C;
     const float norm = args.flags & L2NORM ? rsqrt_(1e-6f + row_square(i < C ? shared.q : shared.k, r)) : 1.f;
@@ -452,7 +453,8 @@ template <class F> DEV void decayed_products(Shared& shared, Decays, const Args&
   sync();
   FOR_EACH(i, C * C / 2) {
     const int r = i / (C / 2), c = i % (C / 2) * 2;
-    put(r, c, shared.QK + r * LD + c, shared.KK + r * LD + c);
+    const decltype(of_column(0)) columns[2] = {of_column(c), of_column(c + 1)};
+    put(r, c, of_row(r), columns, shared.QK + r * LD + c, shared.KK + r * LD + c);
   }
 }
 
@@ -482,17 +484,19 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
 
   // ---- keys and queries decayed from the chunk's start (they meet the state) and to its end (they go into it), and from
   //      the products of those decayed to one another P and L
-  decayed_products(shared, decays, args, place, [&](int r, int c, const float* qk, const float* kk) {
-    const Row row{args.scale * shared.q_norm[r], shared.beta[r] * shared.k_norm[r]};
-    const Column column[2] = { {shared.k_norm[c]}, {shared.k_norm[c + 1]} };
-    float p[2];
-    for (int e = 0; e < 2; e++) {
-      const float factor = column[e].norm;
-      p[e] = c + e <= r ? row.scale * factor * qk[e] : 0.f;
-      if (c / 16 <= r / 16) shared.L[lower_at(r, c) + e] = c + e < r ? row.beta * factor * kk[e] : 0.f;
-    }
-    store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
-  });
+  decayed_products(
+      shared, decays, args, place,
+      [&](int r) { return Row{args.scale * shared.q_norm[r], shared.beta[r] * shared.k_norm[r]}; },
+      [&](int c) { return Column{shared.k_norm[c]}; },
+      [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
+        float p[2];
+        for (int e = 0; e < 2; e++) {
+          const float factor = column[e].norm;
+          p[e] = c + e <= r ? row.scale * factor * qk[e] : 0.f;
+          if (c / 16 <= r / 16) shared.L[lower_at(r, c) + e] = c + e < r ? row.beta * factor * kk[e] : 0.f;
+        }
+        store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
+      });
   FOR_EACH(d, K) put_row(args.ws_rows, place, DECAY, row_place<K>(d), exp_(sum_of_gates(shared, d)));
   sync();
 
@@ -501,9 +505,10 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
   sync();
   FOR_EACH(i, C * C / 8) {
     const Place p = image_place<C, C>(i);
+    const EightFloats x = *(const EightFloats*)(shared.L + lower_at(p.row, p.column));
+    const EightFloats beta = *(const EightFloats*)(shared.beta + p.column);
     float a[8];
-    for (int e = 0; e < 8; e++)
-      a[e] = p.column + e <= p.row ? shared.L[lower_at(p.row, p.column) + e] * shared.beta[p.column + e] : 0.f;
+    for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? x.x[e] * beta.x[e] : 0.f;
     store_eight(args.ws_a, place * C * C / 8 + i, a);
   }
 }

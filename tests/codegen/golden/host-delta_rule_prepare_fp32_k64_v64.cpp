@@ -202,12 +202,12 @@ DEV void put_half_row(void* rows, i64 place, int vector, int at, float x) {
 struct Shared {
   union {
     struct { SharedTile<C, K> q, k; };  // tokens of the chunk, zero after the sequence's end
-    float L[TEAMS][LOWER];              // once their products are known
+    alignas(16) float L[TEAMS][LOWER];  // once their products are known
   };
-  float G[TEAMS][C], rest[TEAMS][C], beta[TEAMS][C];
+  alignas(16) float G[TEAMS][C], rest[TEAMS][C], beta[TEAMS][C];
   float q_norm[C], k_norm[C];
 };
-
+struct alignas(16) EightFloats { float x[8]; };
 // What P and L take from a row and a column.
 struct Row { float G, scale, beta; };
 struct Column { float G, norm; };
@@ -303,9 +303,10 @@ static void workgroup(const Args& args, int block) {
       solve_unit_lower(shared.L[team()]);
       FOR_TEAM(i, C * C / 8) {
         const Place p = image_place<C, C>(i);
+        const EightFloats x = *(const EightFloats*)(shared.L[team()] + lower_at(p.row, p.column));
+        const EightFloats beta = *(const EightFloats*)(shared.beta[team()] + p.column);
         float a[8];
-        for (int e = 0; e < 8; e++)
-          a[e] = p.column + e <= p.row ? shared.L[team()][lower_at(p.row, p.column) + e] * shared.beta[team()][p.column + e] : 0.f;
+        for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? x.x[e] * beta.x[e] : 0.f;
         store_eight(args.ws_a, place * C * C / 8 + i, a);
       }
     }
