@@ -34,6 +34,9 @@ VERBS: dict[str, str] = {
 #: Groups of asynchronous work that one statement of a verb commits.
 GROUPS = {"product": 1, "accumulate": 1, "product_rounded": 2}
 
+#: Verbs that fetch numbers into a register and do not wait for them.
+FETCHES = ("load_operand", "load_rows")
+
 #: Verbs that can do their work in parts.
 DIVISIBLE = ("product", "accumulate", "scale", "scale_rows")
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from qla.codegen.program import DIVISIBLE, GROUPS, Program, Statement, Step
+from qla.codegen.program import DIVISIBLE, FETCHES, GROUPS, Program, Statement, Step
 from qla.errors import ScheduleError
 from qla.targets.base import Schedule
 
@@ -75,6 +75,8 @@ class _Walk:
     landed: dict[str, int] = field(default_factory=lambda: {})
     open_uses: Counter[tuple[str, int]] = field(default_factory=Counter)  # (ring, chunk): uses not yet over
     written: set[str] = field(default_factory=set)
+    fetched: list[tuple[str, str, int]] = field(default_factory=list)  # (register, ring, chunk) it comes from
+    used: set[str] = field(default_factory=set)  # registers used since the last await
     lines: list[str] = field(default_factory=list)
 
 
@@ -227,6 +229,7 @@ def _emit(walk: _Walk, item: Item, chunk: int, chunk_text: str) -> None:
             _land(walk, ring, chunk)
         walk.lines.append(_call(walk, statement, item, chunk_text))
         _check_reads(walk, statement, item)
+        walk.used |= {name for name, letter in statement.roles if letter != "w"}
         if walk.asynchronous and statement.verb in GROUPS:
             group = _Group(
                 {n for n, letter in statement.roles if letter in "WA"},
@@ -235,8 +238,13 @@ def _emit(walk: _Walk, item: Item, chunk: int, chunk_text: str) -> None:
             # Work is retired in order, so only the statement's last group can tell that it is over.
             walk.pending += [_Group(set(), set())] * (GROUPS[statement.verb] - 1) + [group]
         else:
+            # What fetches numbers does not wait for them: the buffer has been read when work that used them is over.
+            fetched = walk.asynchronous and statement.verb in FETCHES
             for ring in sorted(rings):
-                _over(walk, ring, chunk)
+                if fetched:
+                    walk.fetched.append((statement.args[0], ring, chunk))
+                else:
+                    _over(walk, ring, chunk)
 
 
 def _later_part(statement: Statement) -> Statement:
@@ -270,6 +278,11 @@ def _await(walk: _Walk, count: int) -> None:
     for group in over:
         for ring, chunk in sorted({(walk.ring_of[n], c) for n, c in group.reads if n in walk.ring_of}):
             _over(walk, ring, chunk)
+    arrived = [each for each in walk.fetched if each[0] in walk.used]
+    walk.fetched = [each for each in walk.fetched if each not in arrived]
+    walk.used.clear()
+    for _, ring, chunk in arrived:
+        _over(walk, ring, chunk)
 
 
 def _over(walk: _Walk, ring: str, chunk: int) -> None:

@@ -96,6 +96,11 @@ class KernelSpec:
         return replace(self, saves=factors, dv=self.dv if factors else self.dk)
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of a call, in the order of their launches."""
+        return ("prepare", "scan")
+
+    @property
     def features(self) -> Op:
         """The op's features (delta or not, gate kind)."""
         return OPS[self.op]

@@ -12,13 +12,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from qla.codegen.ops import OPS
-from qla.codegen.spec import Dtype, KernelSpec, Source, Stage
+from qla.codegen.spec import Dtype, KernelSpec, Source
 from qla.errors import CaptureError, LaunchError, UnsupportedError
 from qla.runtime.arguments import MAPS, POINTERS, WORKSPACE_PREFIX, ArgumentBlock, Packer, contiguous_strides, scalars
 from qla.runtime.drivers import Driver, device_target, driver_for, tileable
@@ -69,7 +69,7 @@ def run(problem: Problem) -> Result:
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What determines the two kernels of a call."""
+    """What determines the kernels of a call."""
 
     op: str
     dtype: Dtype
@@ -80,37 +80,39 @@ class PlanKey:
     loads: Loads
     saves: bool
 
-    def spec(self, stage: Stage) -> KernelSpec:
-        """The spec of one of the two kernels."""
-        spec = KernelSpec(self.op, stage, self.dtype, self.dk, self.dv, self.target, self.loads, self.saves)
-        return spec.canonical()
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """The specs of the kernels, in the order of their launches."""
+        scan = KernelSpec(self.op, "scan", self.dtype, self.dk, self.dv, self.target, self.loads, self.saves)
+        return tuple(replace(scan, stage=stage).canonical() for stage in scan.stages)
 
 
 class Plan:
-    """Two loaded kernels and their compiled argument blocks.
+    """Loaded kernels and their compiled argument blocks.
 
     Parameters
     ----------
     key : what the plan is for.
     driver : of the device.
-    prepare, scan : rendered sources of the stages.
+    sources : rendered kernels in the order of their launches, `scan` the last.
     """
 
-    def __init__(self, key: PlanKey, driver: Driver, prepare: Source, scan: Source) -> None:
-        if prepare.limits.chunk != scan.limits.chunk:
-            raise LaunchError(f"prepare has chunks of {prepare.limits.chunk} tokens, scan of {scan.limits.chunk}")
-        sizes = dict(prepare.workspace)
+    def __init__(self, key: PlanKey, driver: Driver, sources: Sequence[Source]) -> None:
+        first, scan = sources[0], sources[-1]
+        if first.limits.chunk != scan.limits.chunk:
+            raise LaunchError(f"prepare has chunks of {first.limits.chunk} tokens, scan of {scan.limits.chunk}")
+        sizes = dict(first.workspace)
         if any(sizes.get(name) != size for name, size in scan.workspace):
             raise LaunchError(f"workspace of scan {dict(scan.workspace)} is not part of that of prepare {sizes}")
         self.key, self.driver = key, driver
         self.chunk = scan.limits.chunk
-        self.workspace = prepare.workspace
+        self.stages = tuple(source.spec.stage for source in sources)
+        self.workspace = first.workspace
         self.prepare_per_value_head = OPS[key.op].gate == "channel"
         self.splits = key.dv // scan.limits.value_columns if scan.limits.value_columns else 1
         self.supply = (*POINTERS, *MAPS, *(WORKSPACE_PREFIX + name for name, _ in self.workspace))
-        self.packers = (Packer(prepare.abi, self.supply), Packer(scan.abi, self.supply))
+        self.packers = tuple(Packer(source.abi, self.supply) for source in sources)
         self.maps = {name for packer in self.packers for name in packer.names if name in MAPS}
-        self.kernels = tuple(driver.load(fetch_binary(source), source) for source in (prepare, scan))
+        self.kernels = tuple(driver.load(fetch_binary(source), source) for source in sources)
 
 
 def render_source(spec: KernelSpec) -> Source:
@@ -153,7 +155,7 @@ def _new_plan(key: PlanKey) -> Plan:
             f"the kernels of {key.op} ({key.dtype}, K = {key.dk}, V = {key.dv}) are not loaded, and nothing may be "
             f"compiled or loaded inside a graph capture: run this call once before capturing"
         )
-    return Plan(key, driver, render_source(key.spec("prepare")), render_source(key.spec("scan")))
+    return Plan(key, driver, [render_source(spec) for spec in key.specs()])
 
 
 def _on_device(index: int) -> Any:
@@ -239,7 +241,8 @@ class Layout:
         # With cu_seqlens, sequence n starts at slot cu_seqlens[n] // chunk + n, which needs no lengths on the host.
         slots = tokens // chunk + sequences if self.ragged else batch * -(-tokens // chunk)
         prepare_heads = value_heads if plan.prepare_per_value_head else heads
-        self.blocks = (slots * prepare_heads, sequences * value_heads * plan.splits)
+        counts = {"prepare": slots * prepare_heads, "scan": sequences * value_heads * plan.splits}
+        self.blocks = tuple(counts[stage] for stage in plan.stages)
         if max(self.blocks) > _MAX_BLOCKS:
             raise UnsupportedError("q", tuple(problem.q.shape), f"at most {_MAX_BLOCKS} workgroups per launch")
         self.plan, self.launch, self.stream = plan, driver.launch, driver.stream
@@ -262,9 +265,9 @@ class Layout:
             position += -(-slots * value_heads * size // _ALIGNMENT) * _ALIGNMENT
         self.offsets = tuple(offsets)
         # torch aligns to less than what the buffers need.
-        self.workspace_bytes = position + _ALIGNMENT
+        self.workspace_bytes = position + _ALIGNMENT if position else 0
         shared = scalars(problem, slots, sequences)
-        self.templates = (plan.packers[0].template(shared), plan.packers[1].template(shared))
+        self.templates = tuple(packer.template(shared) for packer in plan.packers)
         # Blocks not in use by a call. Threads take and return them; the count settles at that of concurrent calls.
         self.free: deque[_Blocks] = deque()
         self.maps = self._encoders(problem)
@@ -280,7 +283,7 @@ class Layout:
         )
 
     def run(self, addresses: tuple[int, ...]) -> Result:
-        """Allocate, fill the argument blocks and launch both stages.
+        """Allocate, fill the argument blocks and launch all stages.
 
         Everything here happens once per call, and nothing that `__init__` could have done.
 
@@ -292,7 +295,7 @@ class Layout:
         if index >= 0 and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self.run(addresses)
-        stream, launch, kernels, counts = self.stream(), self.launch, self.kernels, self.blocks
+        stream, launch = self.stream(), self.launch
         o = self.empty(*self.o)
         result = Result(o, None)
         final_at, saved = 0, _NOT_SAVED
@@ -301,21 +304,22 @@ class Layout:
             final_at = final.data_ptr()
         if self.saves is not None:
             saved = self._allocate_saves(result)
-        workspace_at = self.allocate(self.workspace_bytes, stream)
+        workspace_at = self.allocate(self.workspace_bytes, stream) if self.workspace_bytes else 0
         try:
             try:
                 blocks = self.free.pop()
             except IndexError:
-                blocks = _Blocks(*self.templates)
+                blocks = _Blocks(self.templates)
             addresses = (*addresses, final_at, o.data_ptr(), *saved, workspace_at)
             if blocks.addresses != addresses:  # the same again where a loop runs on the same tensors
                 self._fill(blocks, addresses)
-            launch(kernels[0], counts[0], blocks.first, stream)
-            launch(kernels[1], counts[1], blocks.second, stream)
+            for kernel, count, block in zip(self.kernels, self.blocks, blocks.all, strict=True):
+                launch(kernel, count, block, stream)
             self.free.append(blocks)
         finally:
-            # Both launches are queued: the allocator hands it out again only to what follows them on this stream.
-            self.release(workspace_at)
+            # All launches are queued: the allocator hands it out again only to what follows them on this stream.
+            if workspace_at:
+                self.release(workspace_at)
         return result
 
     def _fill(self, blocks: _Blocks, addresses: tuple[int, ...]) -> None:
@@ -326,9 +330,8 @@ class Layout:
             q, k, v, o = self.maps
             encoded = q(addresses[0]), k(addresses[1]), v(addresses[2]), o(addresses[_O])
         values = (*addresses[:-1], *encoded, *map(base.__add__, self.offsets))
-        prepare, scan = self.packers
-        prepare.pack(blocks.first, values)
-        scan.pack(blocks.second, values)
+        for packer, block in zip(self.packers, blocks.all, strict=True):
+            packer.pack(block, values)
         blocks.addresses = addresses
 
     def _allocate_saves(self, result: Result) -> tuple[int, int, int, int]:
@@ -342,12 +345,12 @@ class Layout:
 
 
 class _Blocks:
-    """The two argument blocks of a call, and the addresses they were filled with."""
+    """The argument blocks of a call, and the addresses they were filled with."""
 
-    __slots__ = ("addresses", "first", "second")
+    __slots__ = ("addresses", "all")
 
-    def __init__(self, first: bytes, second: bytes) -> None:
-        self.first, self.second = ArgumentBlock(first), ArgumentBlock(second)
+    def __init__(self, templates: Sequence[bytes]) -> None:
+        self.all = tuple(ArgumentBlock(template) for template in templates)
         self.addresses: tuple[int, ...] = ()
 
 

@@ -83,9 +83,11 @@ DEV void barrier_arrive_if(u32 barrier, u32 wanted) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier), "r"(wanted)
                : "memory");
 }
+// Lanes may leave the loop one by one, and what follows is for whole warps.
 DEV void barrier_wait(u32 barrier, u32 phase) {
-  asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra.uni over;\nbra.uni again;\nover:\n}"
+  asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra over;\nbra again;\nover:\n}"
                ::"r"(barrier), "r"(phase) : "memory");
+  __syncwarp();
 }
 DEV void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
