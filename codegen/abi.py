@@ -23,7 +23,8 @@ def _strides(name: str, axes: str) -> list[Field]:
 
 
 def scan_abi(spec: KernelSpec, program: Program, tensor_maps: bool) -> tuple[Field, ...]:
-    """Arguments of a `scan` with the program's tiles."""
+    """Arguments of a `scan`, or of a `carry`, with the program's tiles."""
+    carry, segments = spec.stage == "carry", TARGETS[spec.target].segments
     sources = {t.source: t for t in program.tiles.values()}
     direct = [s for s, t in sources.items() if not t.workspace]
     # What comes by tensor map needs neither address nor strides.
@@ -31,14 +32,20 @@ def scan_abi(spec: KernelSpec, program: Program, tensor_maps: bool) -> tuple[Fie
     plain = [s for s in direct if s not in mapped]
     # Bulk loads take neighbouring columns; the host has no other loads than those of any strides.
     axes = "bth" if spec.loads == "tile" and TARGETS[spec.target].language != "c++" else "bthd"
-    maps = [f"{s}_map" for s in mapped] + (["o_map"] if tensor_maps else [])
+    maps = [f"{s}_map" for s in mapped] + (["o_map"] if tensor_maps and not carry else [])
     pointers = [*plain, *(f"ws_{s}" for s, t in sources.items() if t.workspace)]
     pointers += ["ws_rows"] if program.record else []
-    pointers += ["cu_seqlens", "initial_state", "final_state", "o"] + (["states"] if spec.saves else [])
-    wide = [f for s in plain for f in _strides(s, axes)] + _strides("o", "bth")
-    wide += _strides("initial", "nhkv") + _strides("final", "nhkv")
+    pointers += ["cu_seqlens"]
+    wide = [f for s in plain for f in _strides(s, axes)]
+    if carry:
+        pointers += ["ws_carry"]
+    else:
+        pointers += ["initial_state", "final_state", "o"] + (["states"] if spec.saves else [])
+        pointers += ["ws_starts"] if segments else []
+        wide += _strides("o", "bth") + _strides("initial", "nhkv") + _strides("final", "nhkv")
     narrow = ["tokens"] + (["heads"] if any(t.by == "head" for t in sources.values()) else [])
     narrow += ["value_heads", "has_cu_seqlens", "cu_is_int64"]
+    narrow += ["sequences", "segment_chunks"] if segments else []
     return (
         *(Field(m, "tensormap") for m in maps),
         *(Field(p, "ptr") for p in pointers),
@@ -72,3 +79,19 @@ def prepare_abi(spec: KernelSpec, buffers: tuple[tuple[str, int], ...]) -> tuple
         *(Field(n, "i32") for n in narrow),
         *(Field(n, "f32") for n in numbers),
     )
+
+
+def combine_abi() -> tuple[Field, ...]:
+    """Arguments of a `combine`."""
+    narrow = ["tokens", "value_heads", "has_cu_seqlens", "cu_is_int64", "sequences", "segment_chunks"]
+    return (
+        *(Field(p, "ptr") for p in ("cu_seqlens", "initial_state", "ws_carry", "ws_starts")),
+        *_strides("initial", "nhkv"),
+        *(Field(n, "i32") for n in narrow),
+    )
+
+
+def segment_workspace(spec: KernelSpec) -> tuple[tuple[str, int], ...]:
+    """Workspace per (segment, value head) in bytes: what each segment makes of a state, and the state at its start."""
+    state = spec.dk * spec.dv * 4
+    return ("carry", state + spec.dk * spec.dk * 4), ("starts", state)

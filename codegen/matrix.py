@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any, cast
 
 from qla.codegen.ops import OPS
-from qla.codegen.spec import HEAD_DIMS, Dtype, KernelSpec, Loads, Stage
+from qla.codegen.spec import HEAD_DIMS, SEGMENT_STAGES, Dtype, KernelSpec, Loads, Stage
 from qla.targets import TARGETS, Schedule
 
 _STAGES: tuple[Stage, ...] = ("prepare", "scan")
@@ -20,6 +21,7 @@ def full(target: str) -> list[KernelSpec]:
     largest head dims.
     """
     specs = dict.fromkeys(_default_schedule(target))
+    specs.update(dict.fromkeys(_segments(target)))
     for schedule in TARGETS[target].schedules[1:]:
         specs.update(dict.fromkeys(_other_schedule(target, schedule)))
     return list(specs)
@@ -34,6 +36,15 @@ def _default_schedule(target: str) -> list[KernelSpec]:
         )
         if OPS[op].saves or not saves
     ]
+
+
+def _segments(target: str) -> list[KernelSpec]:
+    facts = TARGETS[target]
+    scans = [
+        KernelSpec(op, "scan", cast(Dtype, dtype), dim, dim, target)
+        for op, dtype, dim in product(OPS, facts.dtypes, HEAD_DIMS)
+    ]
+    return [replace(scan, stage=stage).canonical() for scan in scans if scan.divisible for stage in SEGMENT_STAGES]
 
 
 def _other_schedule(target: str, schedule: Schedule) -> list[KernelSpec]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import jinja2
 
-from qla.codegen.abi import flags_of, prepare_abi, scan_abi
+from qla.codegen.abi import combine_abi, flags_of, prepare_abi, scan_abi, segment_workspace
 from qla.codegen.layout import SharedLayout, prepare_shared_bytes, record_layout, shared_layout, static_layout
 from qla.codegen.program import Program
 from qla.codegen.schedule import build_chain
-from qla.codegen.spec import KernelSpec, Limits, Source
+from qla.codegen.spec import COMBINE_COLUMNS, KernelSpec, Limits, Source
 from qla.errors import ScheduleError, TemplateError
 from qla.targets import TARGETS, Schedule, Target
 
@@ -45,7 +45,7 @@ def render(spec: KernelSpec) -> Source:
     target = TARGETS[spec.target]
     context = _context(spec, target)
     try:
-        return (_render_scan if spec.stage == "scan" else _render_prepare)(spec, target, context)
+        return _RENDERERS[spec.stage](spec, target, context)
     except jinja2.TemplateError as error:
         raise TemplateError(f"{spec.name} for {spec.target}: {_place(error)}: {error}") from error
 
@@ -79,6 +79,7 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
         "delta": op.delta,
         "gate": op.gate,
         "saves": spec.saves,
+        "outputs": spec.stage != "carry",
         "loads": spec.loads,
         "dtype": spec.dtype,
         "ptx": _PTX[spec.dtype],
@@ -93,9 +94,16 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
     }
 
 
+_TITLES = {
+    "scan": "the chain over chunks",
+    "carry": "what a segment makes of a state",
+    "combine": "the states at the starts of segments",
+}
+
+
 def _title(spec: KernelSpec) -> str:
-    if spec.stage == "scan":
-        return "the chain over chunks"
+    if spec.stage in _TITLES:
+        return _TITLES[spec.stage]
     op = spec.features
     parts = ["gate sums"] * (op.gate != "none") + ["Gram products"] + ["triangular inverse"] * op.delta
     return f"per chunk: {', '.join(parts)}"
@@ -109,6 +117,7 @@ def _declare(kernel: str, program: Program, context: dict[str, Any]) -> None:
 
 def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> Source:
     schedule = schedule_of(spec)
+    outputs = context["outputs"]
     program, columns = Program(), target.columns(spec.dv)
     element = 4 if spec.dtype == "fp32" else 2
     _declare("scan", program, {**context, "columns": columns})
@@ -144,15 +153,28 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
         streams=streams,
         columns=columns,
         threads=threads,
-        unroll=schedule.unroll,
+        unroll=schedule.unroll if outputs else 1,
+        ring_of_V=next((r.name for r in chain.rings if "V" in r.tiles), ""),
         wgmma_rows=rows,
     )
     workspace = tuple(
         (t.source, t.rows * t.cols * element) for t in program.tiles.values() if t.workspace
     )
     workspace += (("rows", record_bytes),) if program.record else ()
+    if not outputs:
+        workspace += segment_workspace(spec)[:1]
     limits = Limits(threads, layout.total, columns * streams, chunk)
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, workspace)
+
+
+def _render_combine(spec: KernelSpec, target: Target, context: dict[str, Any]) -> Source:
+    abi, columns = combine_abi(), COMBINE_COLUMNS
+    shared_bytes = 4 * spec.dk * (2 * spec.dk + columns)
+    text = environment().get_template(f"tile/{target.vocabulary}_combine.j2").render(
+        **context, abi=abi, columns=columns, shared_bytes=shared_bytes
+    )
+    limits = Limits(spec.dk, shared_bytes, columns, context["C"])
+    return Source(spec, spec.name, target.language, _tidy(text), abi, limits, segment_workspace(spec))
 
 
 def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -> Source:
@@ -183,6 +205,9 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
     )
     limits = Limits(threads, shared_bytes if target.shared_limit else 0, 0, context["C"])
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, buffers)
+
+
+_RENDERERS = {"prepare": _render_prepare, "carry": _render_scan, "combine": _render_combine, "scan": _render_scan}
 
 
 def _tidy(text: str) -> str:

@@ -11,12 +11,17 @@ from typing import Literal
 from qla.codegen.ops import OPS, Op
 from qla.errors import ScheduleError, UnsupportedError
 
-Stage = Literal["prepare", "scan"]
+Stage = Literal["prepare", "carry", "combine", "scan"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 Loads = Literal["tile", "strided"]
 FieldKind = Literal["tensormap", "ptr", "i64", "i32", "f32"]
 
+STAGES: tuple[Stage, ...] = ("prepare", "carry", "combine", "scan")
+SEGMENT_STAGES: tuple[Stage, ...] = ("carry", "combine")
 HEAD_DIMS = (64, 128)
+BLOCK_COLUMNS = 64  # of a workgroup of `carry`
+COMBINE_COLUMNS = 8  # of a workgroup of `combine`
+_DIVISIBLE = "a delta op, K = V, rows of 16 bytes, nothing saved, and a target with segments"
 SUFFIX = {"cuda": ".cu", "hip": ".hip", "c++": ".cpp"}  # of a source file, by language
 FIELD_BYTES: dict[str, int] = {"tensormap": 128, "ptr": 8, "i64": 8, "i32": 4, "f32": 4}
 
@@ -28,7 +33,8 @@ class KernelSpec:
     Parameters
     ----------
     op : key of `qla.codegen.ops.OPS`, e.g. ``"gated_delta_rule"``.
-    stage : ``"prepare"`` (parallel over chunks) or ``"scan"`` (the chain over chunks).
+    stage : ``"prepare"`` (parallel over chunks) or ``"scan"`` (the chain over chunks); where sequences are split into
+        segments also ``"carry"`` (what each segment makes of a state) and ``"combine"`` (the state at each one's start).
     dtype : of q, k, v and o.
     dk, dv : head dims of q/k and of v.
     target : key of `qla.targets.TARGETS`.
@@ -62,8 +68,8 @@ class KernelSpec:
             raise UnsupportedError("op", self.op, f"one of {', '.join(OPS)}")
         if self.target not in TARGETS:
             raise UnsupportedError("target", self.target, f"one of {', '.join(TARGETS)}")
-        if self.stage not in ("prepare", "scan"):
-            raise UnsupportedError("stage", self.stage, "'prepare' or 'scan'")
+        if self.stage not in STAGES:
+            raise UnsupportedError("stage", self.stage, f"one of {', '.join(STAGES)}")
         for name in ("dk", "dv"):
             if getattr(self, name) not in HEAD_DIMS:
                 raise UnsupportedError(name, getattr(self, name), f"a head dim of {HEAD_DIMS}")
@@ -75,6 +81,9 @@ class KernelSpec:
         if self.saves and not OPS[self.op].saves:
             saving = ", ".join(name for name, op in OPS.items() if op.saves)
             raise UnsupportedError("saves", f"True for {self.op}", f"the ops {saving}")
+        if self.stage in SEGMENT_STAGES and not self.divisible:
+            what = f"{self.op} with K = {self.dk}, V = {self.dv}, loads={self.loads}, saves={self.saves} on {self.target}"
+            raise UnsupportedError("stage", f"{self.stage} for {what}", "prepare and scan; segments need " + _DIVISIBLE)
         if self.schedule and self.stage != "scan":
             raise UnsupportedError("schedule", f"{self.schedule} for {self.stage}", "the stage scan")
         known = [schedule.name for schedule in target.schedules]
@@ -92,13 +101,24 @@ class KernelSpec:
         if self.stage == "scan":
             default = self.schedule == TARGETS[self.target].schedules[0].name
             return replace(self, schedule="") if default else self
+        if self.stage == "combine":  # states are float32 whatever the op
+            return replace(self, op="gated_delta_rule", dtype="bf16")
+        if self.stage == "carry":
+            return self
         factors = self.saves and self.features.delta
         return replace(self, saves=factors, dv=self.dv if factors else self.dk)
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def divisible(self) -> bool:
+        """Whether a call can be split into segments: see `SEGMENT_STAGES`."""
+        from qla.targets import TARGETS
+
+        plain = self.loads == "tile" and not self.saves and self.dk == self.dv
+        return TARGETS[self.target].segments and self.features.delta and plain
+
+    def stages(self, segments: bool = False) -> tuple[Stage, ...]:
         """The stages of a call, in the order of their launches."""
-        return ("prepare", "scan")
+        return STAGES if segments else ("prepare", "scan")
 
     @property
     def features(self) -> Op:

@@ -193,7 +193,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def scalars(problem: Problem, slots: int, sequences: int) -> dict[str, float]:
+def scalars(problem: Problem, slots: int, sequences: int, segment_chunks: int = 0) -> dict[str, float]:
     """Every scalar that an argument block may ask for.
 
     Parameters
@@ -201,6 +201,7 @@ def scalars(problem: Problem, slots: int, sequences: int) -> dict[str, float]:
     problem : the call.
     slots : chunk slots of the workspace.
     sequences : number of sequences; the batch size where there is no `cu_seqlens`.
+    segment_chunks : chunks of a segment; 0 where sequences are not split.
     """
     batch, tokens, heads, dk = problem.q.shape
     value_heads, dv = problem.v.shape[2:]
@@ -219,6 +220,7 @@ def scalars(problem: Problem, slots: int, sequences: int) -> dict[str, float]:
         "dt_bias_type": type_code(problem.dt_bias),
         "flags": flags(problem),
         "slots": slots,
+        "segment_chunks": segment_chunks,
         "scale": problem.scale,
         "lower_bound": 0.0 if problem.lower_bound is None else problem.lower_bound,
     }

@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 import torch
 
+from qla.codegen.abi import segment_workspace
 from qla.codegen.ops import OPS
-from qla.codegen.spec import Dtype, KernelSpec, Source
+from qla.codegen.planner import plan_split
+from qla.codegen.spec import BLOCK_COLUMNS, COMBINE_COLUMNS, Dtype, KernelSpec, Source
 from qla.errors import CaptureError, LaunchError, UnsupportedError
 from qla.runtime.arguments import MAPS, POINTERS, WORKSPACE_PREFIX, ArgumentBlock, Packer, contiguous_strides, scalars
 from qla.runtime.drivers import Driver, device_target, driver_for, tileable
@@ -79,11 +81,12 @@ class PlanKey:
     device: int
     loads: Loads
     saves: bool
+    segments: bool = False
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """The specs of the kernels, in the order of their launches."""
         scan = KernelSpec(self.op, "scan", self.dtype, self.dk, self.dv, self.target, self.loads, self.saves)
-        return tuple(replace(scan, stage=stage).canonical() for stage in scan.stages)
+        return tuple(replace(scan, stage=stage).canonical() for stage in scan.stages(self.segments))
 
 
 class Plan:
@@ -103,13 +106,16 @@ class Plan:
         sizes = dict(first.workspace)
         if any(sizes.get(name) != size for name, size in scan.workspace):
             raise LaunchError(f"workspace of scan {dict(scan.workspace)} is not part of that of prepare {sizes}")
+        states = segment_workspace(scan.spec)
         self.key, self.driver = key, driver
         self.chunk = scan.limits.chunk
         self.stages = tuple(source.spec.stage for source in sources)
         self.workspace = first.workspace
         self.prepare_per_value_head = OPS[key.op].gate == "channel"
         self.splits = key.dv // scan.limits.value_columns if scan.limits.value_columns else 1
-        self.supply = (*POINTERS, *MAPS, *(WORKSPACE_PREFIX + name for name, _ in self.workspace))
+        self.state_workspace = states if key.segments else tuple((name, 0) for name, _ in states)
+        buffers = (*self.workspace, *self.state_workspace)
+        self.supply = (*POINTERS, *MAPS, *(WORKSPACE_PREFIX + name for name, _ in buffers))
         self.packers = tuple(Packer(source.abi, self.supply) for source in sources)
         self.maps = {name for packer in self.packers for name in packer.names if name in MAPS}
         self.kernels = tuple(driver.load(fetch_binary(source), source) for source in sources)
@@ -129,8 +135,8 @@ def fetch_binary(source: Source) -> bytes:
     return default_store().get(source).data
 
 
-def plan_for(problem: Problem) -> Plan:
-    """The plan of a call, built, compiled and loaded where this is the first of its kind."""
+def plan_for(problem: Problem, sequences: int) -> tuple[Plan, int]:
+    """The plan of a call, built, compiled and loaded where this is the first of its kind, and the chunks of a segment."""
     q, v = problem.q, problem.v
     if q.dtype not in DTYPES:
         raise UnsupportedError("q", q.dtype, ", ".join(str(d) for d in DTYPES))
@@ -138,14 +144,18 @@ def plan_for(problem: Problem) -> Plan:
     # The host reads any strides, so it has no second kernel for them.
     tiles = "strided" not in TARGETS[target].loads or all(tileable(t) for t in (q, problem.k, v))
     loads: Loads = "tile" if tiles else "strided"
-    key = PlanKey(problem.op, DTYPES[q.dtype], q.shape[-1], v.shape[-1], target, q.get_device(), loads, problem.saves)
+    dk, dv, device = q.shape[-1], v.shape[-1], q.get_device()
+    scan = KernelSpec(problem.op, "scan", DTYPES[q.dtype], dk, dv, target, loads, problem.saves)
+    tokens, processors = q.shape[0] * q.shape[1], driver_for(target, device).processors
+    split = plan_split(scan, tokens, sequences, v.shape[2], processors)
+    key = PlanKey(scan.op, scan.dtype, dk, dv, target, device, loads, problem.saves, split.segments > 1)
     plan = _plans.get(key)
     if plan is None:
         with _lock:
             plan = _plans.get(key)
             if plan is None:
                 plan = _plans[key] = _new_plan(key)
-    return plan
+    return plan, split.segment_chunks
 
 
 def _new_plan(key: PlanKey) -> Plan:
@@ -172,9 +182,9 @@ def _new_layout(problem: Problem) -> Layout | None:
         return None
     guard = _on_device(problem.q.get_device())
     if guard is None:
-        return Layout(plan_for(problem), problem, sequences)
+        return Layout(*plan_for(problem, sequences), problem, sequences)
     with guard:
-        return Layout(plan_for(problem), problem, sequences)
+        return Layout(*plan_for(problem, sequences), problem, sequences)
 
 
 def _empty(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
@@ -229,11 +239,12 @@ class Layout:
     Parameters
     ----------
     plan : the kernels.
+    segment_chunks : chunks of a segment; 0 where sequences are not split.
     problem : a call of this layout; its tensors are not kept.
     sequences : number of sequences.
     """
 
-    def __init__(self, plan: Plan, problem: Problem, sequences: int) -> None:
+    def __init__(self, plan: Plan, segment_chunks: int, problem: Problem, sequences: int) -> None:
         batch, tokens, heads = problem.q.shape[:3]
         value_heads = problem.v.shape[2]
         chunk, driver = plan.chunk, plan.driver
@@ -241,7 +252,16 @@ class Layout:
         # With cu_seqlens, sequence n starts at slot cu_seqlens[n] // chunk + n, which needs no lengths on the host.
         slots = tokens // chunk + sequences if self.ragged else batch * -(-tokens // chunk)
         prepare_heads = value_heads if plan.prepare_per_value_head else heads
-        counts = {"prepare": slots * prepare_heads, "scan": sequences * value_heads * plan.splits}
+        segments = sequences
+        if segment_chunks:
+            rows = chunk * segment_chunks
+            segments = tokens // rows + sequences if self.ragged else batch * -(-tokens // rows)
+        counts = {
+            "prepare": slots * prepare_heads,
+            "carry": segments * value_heads * (plan.splits + plan.key.dk // BLOCK_COLUMNS),
+            "combine": sequences * value_heads * (plan.key.dv // COMBINE_COLUMNS),
+            "scan": segments * value_heads * plan.splits,
+        }
         self.blocks = tuple(counts[stage] for stage in plan.stages)
         if max(self.blocks) > _MAX_BLOCKS:
             raise UnsupportedError("q", tuple(problem.q.shape), f"at most {_MAX_BLOCKS} workgroups per launch")
@@ -263,10 +283,13 @@ class Layout:
         for _, size in plan.workspace:
             offsets.append(position)
             position += -(-slots * value_heads * size // _ALIGNMENT) * _ALIGNMENT
+        for _, size in plan.state_workspace:
+            offsets.append(position)
+            position += segments * value_heads * size
         self.offsets = tuple(offsets)
         # torch aligns to less than what the buffers need.
         self.workspace_bytes = position + _ALIGNMENT if position else 0
-        shared = scalars(problem, slots, sequences)
+        shared = scalars(problem, slots, sequences, segment_chunks)
         self.templates = tuple(packer.template(shared) for packer in plan.packers)
         # Blocks not in use by a call. Threads take and return them; the count settles at that of concurrent calls.
         self.free: deque[_Blocks] = deque()

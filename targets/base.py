@@ -30,6 +30,25 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Costs:
+    """Measured times in microseconds, from which a call is planned.
+
+    Parameters
+    ----------
+    scan_chunk_us : of a chunk of a `scan` that has a processor for itself.
+    carry_chunk_us, carry_pair_chunk_us : of a chunk of a `carry` alone on a processor, and of two of them.
+    combine_step_us : of a segment of `combine`.
+    launch_us : of a kernel more.
+    """
+
+    scan_chunk_us: float
+    carry_chunk_us: float
+    carry_pair_chunk_us: float
+    combine_step_us: float
+    launch_us: float
+
+
+@dataclass(frozen=True)
 class Target:
     """Facts about a target and the schedules tuned for it.
 
@@ -54,6 +73,8 @@ class Target:
     schedules : for `scan`, the default first.
     flags : handed to the compiler; part of the kernel id.
     facts : instruction shapes and other numbers that the vocabulary reads.
+    segments : a sequence can be split among workgroups of `scan`.
+    costs : by which calls are planned; None where nothing was measured, and nothing is split.
     """
 
     name: str
@@ -71,6 +92,8 @@ class Target:
     flags: tuple[str, ...]
     build: str
     facts: Mapping[str, Any] = field(default_factory=dict)
+    segments: bool = False
+    costs: Costs | None = None
 
     @property
     def loads(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """H100 and H200 (compute capability 9.0, with the `a` that wgmma and setmaxnreg need)."""
 
-from qla.targets.base import Schedule, Target
+from qla.targets.base import Costs, Schedule, Target
 
 # Tiles that are needed at the same time travel together: one barrier, one wait.
 _RINGS = {"K Kt V rows": 3, "Q": 3, "A": 3, "P": 3}
@@ -36,5 +36,7 @@ TARGET = Target(
     build="nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -ftz=true -o {name}.cubin {name}.cu",
     # Chain warpgroup, load warp, store warp: a workgroup has one column block.
     # In `prepare`, each of the four warps inverts the matrix of a value head (with channel gates there is one head).
+    segments=True,
+    costs=Costs(scan_chunk_us=1.0, carry_chunk_us=0.66, carry_pair_chunk_us=1.0, combine_step_us=1.2, launch_us=3.5),
     facts={"scan_threads": {1: 192}, "teams": 4},
 )

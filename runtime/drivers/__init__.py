@@ -20,7 +20,14 @@ __all__ = ["Driver", "device_target", "driver_for", "tileable"]
 
 
 class Driver(Protocol):
-    """What a launch plan needs of a device. One instance serves one device."""
+    """What a launch plan needs of a device. One instance serves one device.
+
+    Attributes
+    ----------
+    processors : its multiprocessors or compute units; threads of the CPU.
+    """
+
+    processors: int
 
     def load(self, binary: bytes, source: Source) -> Any:
         """Load a compiled kernel; the returned handle keeps it loaded."""

@@ -57,6 +57,7 @@ class CudaDriver:
             what = f"CuPy, which launches the CUDA kernels, cannot be imported ({error})"
             raise LaunchError(f"{what}; {install_hint('cuda13', 'cuda12')}") from error
         self.index = index
+        self.processors: int = torch.cuda.get_device_properties(index).multi_processor_count
         self._api: Any = driver
         self._launch: Callable[..., None] = driver.launchKernel
         self._error: type[Exception] = driver.CUDADriverError

@@ -44,6 +44,7 @@ class HipDriver:
             what = f"hip-python, which launches the HIP kernels, cannot be imported ({error})"
             raise LaunchError(f"{what}; {install_hint('rocm')}") from error
         self.index = index
+        self.processors: int = torch.cuda.get_device_properties(index).multi_processor_count
         self._api: Any = hip
         self._launch: Callable[..., Any] = hip.hipModuleLaunchKernel
         self._success: Any = hip.hipError_t.hipSuccess

@@ -41,6 +41,8 @@ class HostKernel:
 class HostDriver:
     """Driver of the CPU."""
 
+    processors = os.cpu_count() or 1
+
     def load(self, binary: bytes, source: Source) -> HostKernel:
         """Load a shared object from memory, or from a private temporary file where that is not possible."""
         try:
