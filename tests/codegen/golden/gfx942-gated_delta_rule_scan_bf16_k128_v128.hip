@@ -245,6 +245,8 @@ struct Pieces {
   Eight x[COUNT];
   static DEV int row(int n) { return (thread_id() + n * THREADS) % ALL / (COLUMNS / 8); }
   static DEV int column(int n) { return (thread_id() + n * THREADS) % (COLUMNS / 8) * 8; }
+  // Whether the piece is this thread's alone: where there are too few, others hold copies, for the sake of equal loads.
+  static DEV bool mine(int n) { return ALL % THREADS == 0 || thread_id() + n * THREADS < ALL; }
   // From the workspace, where tiles lie row by row.
   DEV void fetch(const void* from) {
 #pragma unroll
@@ -252,7 +254,8 @@ struct Pieces {
   }
   DEV void put(SharedTile<ROWS, COLUMNS>& to) const {
 #pragma unroll
-    for (int n = 0; n < COUNT; n++) *(Eight*)&to.at(row(n), column(n)) = x[n];
+    for (int n = 0; n < COUNT; n++)
+      if (mine(n)) *(Eight*)&to.at(row(n), column(n)) = x[n];
   }
   // From a tensor of which `rows` rows may be read.
   DEV void fetch(const number* from, i64 stride_t, int rows) {
@@ -262,7 +265,8 @@ struct Pieces {
   // Rows at and after `rows` become zero.
   DEV void put(SharedTile<ROWS, COLUMNS>& to, int rows) const {
 #pragma unroll
-    for (int n = 0; n < COUNT; n++) *(Eight*)&to.at(row(n), column(n)) = row(n) < rows ? x[n] : Eight{0, 0, 0, 0};
+    for (int n = 0; n < COUNT; n++)
+      if (mine(n)) *(Eight*)&to.at(row(n), column(n)) = row(n) < rows ? x[n] : Eight{0, 0, 0, 0};
   }
 };
 // This wave's columns of a tensor's rows: no other wave needs them, so they go straight to an operand's place.
@@ -337,7 +341,7 @@ struct Ring_K {
     next_V.put(operand_V, rows);
     next_A.put(tiles.A);
     next_P.put(tiles.P);
-    *(Eight*)(tiles.rows + rows_at()) = next_rows;
+    if (thread_id() < RECORD / 16) *(Eight*)(tiles.rows + rows_at()) = next_rows;
   }
 };
 // The chunk's tiles go to LDS, and the next chunk's set out.

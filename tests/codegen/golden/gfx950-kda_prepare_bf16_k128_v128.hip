@@ -289,8 +289,10 @@ DEV void merge_blocks(float* x) {
       if (base >= C) continue;
       const float* a = x + (base + SIZE + row) * LDL + base + half * SIZE;  // Y or X2⁻¹
       const float* b = x + (base + half * SIZE) * LDL + base + column;      // X1⁻¹ or Y X1⁻¹
+      // Blocks of 16 above the diagonal of an inverse are zero, and not in memory.
+      const int first = half ? 0 : column / 16 * 16, end = half ? row / 16 * 16 + 16 : SIZE;
 #pragma unroll 8
-      for (int m = 0; m < SIZE; m++)
+      for (int m = first; m < end; m++)
         for (int e = 0; e < 4; e++) strip[n][e] += a[m] * b[m * LDL + e];
     }
     sync();
