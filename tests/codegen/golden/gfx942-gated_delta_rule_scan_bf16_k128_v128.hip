@@ -245,8 +245,6 @@ struct Pieces {
   Eight x[COUNT];
   static DEV int row(int n) { return (thread_id() + n * THREADS) % ALL / (COLUMNS / 8); }
   static DEV int column(int n) { return (thread_id() + n * THREADS) % (COLUMNS / 8) * 8; }
-  // Whether the piece is this thread's alone: where there are too few, others hold copies, for the sake of equal loads.
-  static DEV bool mine(int n) { return ALL % THREADS == 0 || thread_id() + n * THREADS < ALL; }
   // From the workspace, where tiles lie row by row.
   DEV void fetch(const void* from) {
 #pragma unroll
@@ -254,8 +252,7 @@ struct Pieces {
   }
   DEV void put(SharedTile<ROWS, COLUMNS>& to) const {
 #pragma unroll
-    for (int n = 0; n < COUNT; n++)
-      if (mine(n)) *(Eight*)&to.at(row(n), column(n)) = x[n];
+    for (int n = 0; n < COUNT; n++) *(Eight*)&to.at(row(n), column(n)) = x[n];
   }
   // From a tensor of which `rows` rows may be read.
   DEV void fetch(const number* from, i64 stride_t, int rows) {
@@ -265,8 +262,7 @@ struct Pieces {
   // Rows at and after `rows` become zero.
   DEV void put(SharedTile<ROWS, COLUMNS>& to, int rows) const {
 #pragma unroll
-    for (int n = 0; n < COUNT; n++)
-      if (mine(n)) *(Eight*)&to.at(row(n), column(n)) = row(n) < rows ? x[n] : Eight{0, 0, 0, 0};
+    for (int n = 0; n < COUNT; n++) *(Eight*)&to.at(row(n), column(n)) = row(n) < rows ? x[n] : Eight{0, 0, 0, 0};
   }
 };
 // This wave's columns of a tensor's rows: no other wave needs them, so they go straight to an operand's place.

@@ -224,7 +224,7 @@ DEV void put_own_product(float* QK, float* KK, int top, int i, float sum) {
   const int n = i < 36 ? i : i - 36, strict = i < 36 ? 0 : 1;
   int r = strict;  // the last row whose first number is not after n
 #pragma unroll
-  for (int j = 1; j < 8; j++) r += j + strict < 8 && n >= j * (j + 1) / 2;
+  for (int j = 1; j < 8; j++) r += n >= j * (j + 1) / 2;
   const int at = (top + r) * LD + top + n - r * (r + 1 - 2 * strict) / 2;
   if (i < 36) QK[at] = sum;
   else KK[at] = sum;
