@@ -23,7 +23,7 @@ COMMON = (
 # Calls for every load and store (also in places where the compiler could prove that a plain device needs no check), and
 # for array indices out of bounds. Stacks are lanes' registers: they stay as they are.
 INSTRUMENTED = (
-    *("-fsanitize=address,array-bounds", "-fno-sanitize-recover=all"),
+    *("-fsanitize=address,array-bounds,alignment", "-fno-sanitize-recover=all"),
     "-fconvergent-functions",  # as for a device: a call that waits for other lanes is in one place for all of them
     *("-mllvm", "-asan-instrumentation-with-call-threshold=0", "-mllvm", "-asan-stack=0", "-mllvm", "-asan-globals=0"),
     *("-mllvm", "-asan-opt-globals=0", "-mllvm", "-asan-opt-same-temp=0"),
@@ -36,7 +36,11 @@ class BuildError(Exception):
 
 
 def _run(folder: Path, *arguments: str) -> None:
-    environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig"), "ZIG_LOCAL_CACHE_DIR": str(folder / "zig")}
+    environment = {
+        **os.environ,
+        "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig"),
+        "ZIG_LOCAL_CACHE_DIR": str(folder / "zig"),
+    }
     done = subprocess.run(
         [str(_zig()[0]), *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS,
         check=False, stdin=subprocess.DEVNULL,
@@ -53,10 +57,25 @@ def _load(folder: Path, name: str, mode: int) -> ctypes.CDLL:
 def machine() -> ctypes.CDLL:
     """The machine, built once per process; emitted kernels find it among the process's symbols."""
     if platform.machine() != "x86_64" or platform.system() != "Linux":
-        raise BuildError(f"lanes switch stacks as Linux on x86_64 does; this is {platform.system()} {platform.machine()}")
+        raise BuildError(
+            f"lanes switch stacks as Linux on x86_64 does; this is {platform.system()} {platform.machine()}"
+        )
     with tempfile.TemporaryDirectory(prefix="qla-executor-") as name:
         folder = Path(name)
-        _run(folder, "clang", *COMMON, "-O3", f"-I{HERE}", "-Wall", "-Werror", "-Wno-format-security", "-c", str(HERE / "machine.cpp"), "-o", "m.o")
+        _run(
+            folder,
+            "clang",
+            *COMMON,
+            "-O3",
+            f"-I{HERE}",
+            "-Wall",
+            "-Werror",
+            "-Wno-format-security",
+            "-c",
+            str(HERE / "machine.cpp"),
+            "-o",
+            "m.o",
+        )
         _run(folder, "ld.lld", "-shared", "m.o", "-o", "machine.so")
         return _load(folder, "machine.so", ctypes.RTLD_GLOBAL)
 
@@ -79,7 +98,7 @@ def build(source: Source) -> bytes:
             'extern "C" __attribute__((no_sanitize("address"))) void executor_entry(const void* arguments) {\n'
             f"  {source.entry}(*(const Args*)arguments);\n"
             "}\n"
-            'extern "C" char __start_lds[], __stop_lds[];\n'
+            'extern "C" __attribute__((weak)) char __start_lds[], __stop_lds[];\n'
             'extern "C" char* executor_lds() { return __start_lds; }\n'
             'extern "C" unsigned long executor_lds_size() { return __stop_lds - __start_lds; }\n',
             encoding="utf-8",

@@ -90,9 +90,7 @@ class Table:
     column: npt.NDArray[np.uint16]
 
 
-def table(
-    product: Product, a: tuple[Places, Places], b: tuple[Places, Places], d: tuple[Places, Places]
-) -> Table:
+def table(product: Product, a: tuple[Places, Places], b: tuple[Places, Places], d: tuple[Places, Places]) -> Table:
     """Compile a layout: rows and k of A, columns and k of B, rows and columns of D, by lane and number."""
     rows, columns = d
     assert (columns == columns[:, :1]).all(), "a lane holds numbers of one column"

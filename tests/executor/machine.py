@@ -1,8 +1,8 @@
 """Runs calls of the public functions on emitted AMD kernels without the hardware, and without a word of them changed.
 
-`Executor.call` is a call of a public function for a target: planned, packed and launched by the runtime as it would be on
-a device, with `Device` for a driver. Whatever a device would let pass in silence (memory out of bounds or not written,
-races, barriers that not all reach) raises `ExecutionError`.
+`Executor.call` is a call of a public function for a target: planned, packed and launched by the runtime as it would be
+on a device, with `Device` for a driver. Whatever a device would let pass in silence (memory out of bounds or not
+written, races, barriers that not all reach) raises `ExecutionError`.
 """
 
 from __future__ import annotations
@@ -261,8 +261,7 @@ class Executor:
         live: dict[int, npt.NDArray[np.uint8]] = {}
 
         def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            tensor = torch.empty_strided(shape, strides, dtype=dtype)
-            tensor.untyped_storage().fill_(0xFF)  # NaN
+            tensor = torch.empty_strided(shape, strides, dtype=dtype).fill_(torch.nan)
             place = extent("an output", tensor)
             device.memory.append(writable(f"output {list(shape)}", place.base, place.size))
             return tensor

@@ -144,11 +144,15 @@ extern "C" void __asan_handle_no_return() {}
 extern "C" void __asan_init() {}
 extern "C" void __asan_version_mismatch_check_v8() {}
 
-// An index past the end of a C array, be it in LDS or in registers; the compiler knows the line.
+// An index past the end of a C array, be it in LDS or in registers, and an address that is not as aligned as what is
+// read or written there; the compiler knows the line.
 struct Place {
   const char* file;
   u32 line, column;
 };
 extern "C" void __ubsan_handle_out_of_bounds_abort(const Place* place, u64 index) {
   fail_here("array index %lld out of bounds, line %u", (long long)index, place->line);
+}
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(const Place* place, u64 address) {
+  fail_here("an address that ends in %llx is not aligned for its type, line %u", address % 16, place->line);
 }
