@@ -49,10 +49,6 @@ def _run(folder: Path, *arguments: str) -> None:
         raise BuildError(f"zig {' '.join(arguments)}\n{done.stderr}")
 
 
-def _load(folder: Path, name: str, mode: int) -> ctypes.CDLL:
-    return ctypes.CDLL(str(folder / name), mode=mode)
-
-
 @cache
 def machine() -> ctypes.CDLL:
     """The machine, built once per process; emitted kernels find it among the process's symbols."""
@@ -63,26 +59,16 @@ def machine() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="qla-executor-") as name:
         folder = Path(name)
         _run(
-            folder,
-            "clang",
-            *COMMON,
-            "-O3",
-            f"-I{HERE}",
-            "-Wall",
-            "-Werror",
-            "-Wno-format-security",
-            "-c",
+            folder, "clang", *COMMON, "-O3", "-Wall", "-Werror", "-Wno-format-security", "-c", "-o", "machine.o",
             str(HERE / "machine.cpp"),
-            "-o",
-            "m.o",
-        )
-        _run(folder, "ld.lld", "-shared", "m.o", "-o", "machine.so")
-        return _load(folder, "machine.so", ctypes.RTLD_GLOBAL)
+        )  # fmt: skip
+        _run(folder, "ld.lld", "-shared", "machine.o", "-o", "machine.so")
+        return ctypes.CDLL(str(folder / "machine.so"), mode=ctypes.RTLD_GLOBAL)
 
 
 @lru_cache(maxsize=256)
 def build(source: Source) -> bytes:
-    """A shared library of an emitted kernel, its entry renamed to none: `executor_entry(arguments)` runs one lane.
+    """A shared library of an emitted kernel, in which `executor_entry(arguments)` runs one lane.
 
     Raises
     ------
@@ -94,7 +80,7 @@ def build(source: Source) -> bytes:
         folder = Path(name)
         (folder / "kernel.hip").write_text(source.text, encoding="utf-8")
         (folder / "main.cpp").write_text(
-            f'#include "device.h"\n#line 1 "kernel.hip"\n#include "kernel.hip"\n'
+            '#include "device.h"\n#include "kernel.hip"\n'
             'extern "C" __attribute__((no_sanitize("address"))) void executor_entry(const void* arguments) {\n'
             f"  {source.entry}(*(const Args*)arguments);\n"
             "}\n"

@@ -1,9 +1,10 @@
-// What stands for the device where an emitted HIP source is compiled for a CPU: the same text, its words given meanings.
+// What stands for the device where an emitted HIP source is compiled for a CPU: the same text, its words given
+// meanings.
 //
 // A lane is a thread of its own (machine.h), its registers are that thread's stack. What lanes do together (matrix
-// products, barriers, exchanges) is a call of the machine, which waits until all lanes of the wave have come to the same
-// place in the text. Loads and stores are not here: the compiler's own instrumentation reports each (-fsanitize=address,
-// with the calls it makes out of line, goes to memory.h instead of to a runtime of its own).
+// products, barriers, exchanges) is a call of the machine, which waits until all lanes of the wave have come to the
+// same place in the text. Loads and stores are not here: the compiler's own instrumentation (-fsanitize=address, its
+// checks as calls) reports each to memory.h, which takes the place of its runtime.
 //
 // Only what emitted sources use is here. Anything else is an undeclared name, so it cannot pass unseen.
 #pragma once

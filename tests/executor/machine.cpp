@@ -100,8 +100,9 @@ static void run_wave(int w) {
   for (int i = 1; i < LANES; i++)
     if (lane[i].kind != lane->kind || (lane->kind != RETURNED && lane[i].site != lane->site)) {
       const bool barrier = lane->kind == BARRIER || lane[i].kind == BARRIER;
-      return fail(lane + i, "%s: it is %s, and lane 0 of its wave %s%s", barrier ? "divergent barrier" : "divergent wave",
-                  KINDS[lane[i].kind], KINDS[lane->kind], lane->kind == lane[i].kind ? " elsewhere" : "");
+      return fail(lane + i, "%s: it is %s, and lane 0 of its wave %s%s",
+                  barrier ? "divergent barrier" : "divergent wave", KINDS[lane[i].kind], KINDS[lane->kind],
+                  lane->kind == lane[i].kind ? " elsewhere" : "");
     }
   switch (lane->kind) {
     case BARRIER: wave.at_barrier = true; break;

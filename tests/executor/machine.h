@@ -1,6 +1,6 @@
-// The machine's lanes and what is known of them. A lane is a fiber: a stack, and the place where it stopped. The lanes of
-// a wave run one after another, each until it comes to something that the wave does together; which wave goes on is drawn
-// at random each time.
+// The machine's lanes and what is known of them. A lane is a fiber: a stack, and the place where it stopped. The lanes
+// of a wave run one after another, each until it comes to something that the wave does together; which wave goes on is
+// drawn at random each time.
 #pragma once
 
 typedef unsigned char u8;
@@ -56,8 +56,15 @@ struct Layout {
 
 // ---- lanes
 enum Kind { NONE, BARRIER, FIRST_LANE, PERMUTE, MATRIX, READ_TRANSPOSED, LOAD_LDS, WAIT, RETURNED };
-const char* const KINDS[] = {"running",          "at a barrier",        "at readfirstlane", "at ds_bpermute", "at a matrix product",
-                             "at a ds_read_tr", "at global_load_lds", "at s_waitcnt",   "returned"};
+const char* const KINDS[] = {"running",
+                             "at a barrier",
+                             "at readfirstlane",
+                             "at ds_bpermute",
+                             "at a matrix product",
+                             "at a ds_read_tr",
+                             "at global_load_lds",
+                             "at s_waitcnt",
+                             "returned"};
 
 struct Lane {
   void* stack_pointer;
@@ -129,10 +136,10 @@ template <class... T>
 static void fail(const Lane* lane, const char* format, T... values) {
   if (failed) return;
   failed = true;
-  int n = snprintf(launch->message, sizeof launch->message, format, values...);
-  if (lane)
-    snprintf(launch->message + n, sizeof launch->message - n, "; workgroup %u, wave %d, lane %d, %u barriers after its start",
-             block, lane->thread / LANES, lane->thread % LANES, launch->phase - block_phase);
+  const int n = snprintf(launch->message, sizeof launch->message, format, values...);
+  snprintf(launch->message + n, sizeof launch->message - n,
+           "; workgroup %u, wave %d, lane %d, %u barriers after its start", block, lane->thread / LANES,
+           lane->thread % LANES, launch->phase - block_phase);
 }
 [[noreturn]] static void abandon() {
   Lane* me = current;

@@ -4,19 +4,23 @@
 
 constexpr u16 MANY = 0xFFFF;  // threads
 
-static u8 under_way[(256 << 10) / 2];  // by granule of LDS: whether an asynchronous load into it has not been waited for
+// By granule of LDS: whether an asynchronous load into it has not been waited for.
+static u8 under_way[(256 << 10) / 2];
 
 static Region* last_region;
-static Region* region_of(u64 at) {
-  if (last_region && at - (u64)last_region->base < last_region->size) return last_region;
-  for (u64 i = 0; i < launch->region_count; i++) {
-    Region* region = launch->regions + i;
-    if (at - (u64)region->base < region->size) return last_region = region;
-  }
+static bool holds(const Region* region, u64 address, u64 size) {
+  const u64 at = address - (u64)region->base;
+  return at < region->size && at + size <= region->size;
+}
+static Region* region_of(u64 address, u64 size) {
+  if (last_region && holds(last_region, address, size)) return last_region;
+  for (u64 i = 0; i < launch->region_count; i++)
+    if (holds(launch->regions + i, address, size)) return last_region = launch->regions + i;
   return nullptr;
 }
 
-// What is wrong with an access of `lane`, or nothing. `shared`: to LDS, where what earlier workgroups left counts for nothing.
+// Notes an access and says whether it was right. `shared`: to LDS, where what earlier workgroups left counts for
+// nothing.
 template <bool WRITE>
 static bool stamp(const Lane* lane, Granule* granule, u64 count, bool shared, const char* name, u64 at, u64 size) {
   const u32 now = launch->phase, mine = block_phase, first = shared ? mine : launch->first_phase;
@@ -28,8 +32,10 @@ static bool stamp(const Lane* lane, Granule* granule, u64 count, bool shared, co
     const char* what = nullptr;
     int other = -1;
     if (!WRITE && (shared ? g.written < mine : !any)) what = "which nothing wrote";
-    else if (g.written == now && g.writer != me) what = "which another thread wrote between the same barriers", other = g.writer;
-    else if (g.written >= first && g.written < mine) what = "which another workgroup wrote";
+    else if (g.written == now && g.writer != me) {
+      what = "which another thread wrote between the same barriers";
+      other = g.writer;
+    } else if (g.written >= first && g.written < mine) what = "which another workgroup wrote";
     else if (WRITE && g.read == now && g.reader != me) {
       what = "which another thread read between the same barriers";
       other = g.reader == MANY ? -1 : g.reader;
@@ -62,19 +68,21 @@ static bool check(Lane* lane, u64 address, u64 size) {
     fail(lane, "LDS: %s of %llu bytes at byte %llu, past its %llu bytes", verb, size, at, launch->lds_size);
     return false;
   }
-  const Region* region = shared ? nullptr : region_of(address);
+  const Region* region = shared ? nullptr : region_of(address, size);
   if (!shared && !region) {
     // The nearest region is what was meant, most likely.
     const Region* nearest = nullptr;
     u64 distance = ~0ull;
     for (u64 i = 0; i < launch->region_count; i++) {
       const Region* r = launch->regions + i;
-      const u64 d = address < (u64)r->base ? (u64)r->base - address : address - (u64)r->base - r->size + 1;
+      const u64 end = (u64)r->base + r->size;
+      const u64 d = address < (u64)r->base ? (u64)r->base - address : address < end ? 0 : address - end + 1;
       if (d < distance) distance = d, nearest = r;
     }
     const u64 d = address - (u64)launch->lds;
     if (d < 1 << 24 || -d < 1 << 24)
-      fail(lane, "out of bounds: %s of %llu bytes at byte %lld of LDS, which has %llu", verb, size, (long long)d, launch->lds_size);
+      fail(lane, "out of bounds: %s of %llu bytes at byte %lld of LDS, which has %llu", verb, size, (long long)d,
+           launch->lds_size);
     else if (nearest)
       fail(lane, "out of bounds: %s of %llu bytes at byte %lld of %s, which has %llu", verb, size,
            (long long)(address - (u64)nearest->base), nearest->name, nearest->size);
@@ -83,10 +91,6 @@ static bool check(Lane* lane, u64 address, u64 size) {
   }
   if (region) {
     at = address - (u64)region->base;
-    if (at + size > region->size) {
-      fail(lane, "out of bounds: %s of %llu bytes at byte %llu of %s, which has %llu", verb, size, at, region->name, region->size);
-      return false;
-    }
     if (!region->granules) {
       if (!WRITE) return true;
       fail(lane, "%s: write of %llu bytes at byte %llu, which is an input", region->name, size, at);

@@ -51,7 +51,8 @@ static void read_transposed(Lane* lane) {
   for (int l = 0; l < LANES; l++) {
     if ((u64)lane[l].a % 8) return fail(lane + l, "ds_read_tr at an address that is no multiple of 8");
     const u64 at = (u64)lane[l].a - (u64)launch->lds;
-    if (at >= launch->lds_size) return fail(lane + l, "ds_read_tr at byte %lld of LDS, which has %llu", (long long)at, launch->lds_size);
+    if (at >= launch->lds_size)
+      return fail(lane + l, "ds_read_tr at byte %lld of LDS, which has %llu", (long long)at, launch->lds_size);
     if (!check<false>(lane + l, (u64)lane[l].a, 8)) return;
   }
   for (int first = 0; first < LANES; first += 16)
@@ -63,7 +64,8 @@ static void read_transposed(Lane* lane) {
 // ---- asynchronous loads: what is under way lands as late as it may, when the wave waits for it
 static void load_lds(Wave& wave, Lane* lane) {
   const u32 size = lane->number;
-  if (size > 16 || !(launch->load_sizes >> size & 1)) return fail(lane, "global_load_lds of %u bytes, which this target does not have", size);
+  if (size > 16 || !(launch->load_sizes >> size & 1))
+    return fail(lane, "global_load_lds of %u bytes, which this target does not have", size);
   if (wave.under_way == MOST_LOADS) return fail(lane, "more than %d asynchronous loads under way", MOST_LOADS);
   Wave::Load& load = wave.loads[wave.under_way++];
   load.size = size;
@@ -71,7 +73,8 @@ static void load_lds(Wave& wave, Lane* lane) {
     if (lane[l].b != lane->b) return fail(lane + l, "global_load_lds to another place than lane 0");
     char* to = (char*)lane->b + l * size;
     const u64 at = (u64)(to - launch->lds);
-    if (at >= launch->lds_size) return fail(lane + l, "global_load_lds to byte %lld of LDS, which has %llu", (long long)at, launch->lds_size);
+    if (at >= launch->lds_size)
+      return fail(lane + l, "global_load_lds to byte %lld of LDS, which has %llu", (long long)at, launch->lds_size);
     if (!check<false>(lane + l, (u64)lane[l].a, size) || !check<true>(lane + l, (u64)to, size)) return;
     load.to[l] = to;
     memcpy(load.data[l], lane[l].a, size);

@@ -158,6 +158,16 @@ def test_groups_and_batches(target: str, name: str) -> None:
     check(Executor(target, 6), name, arguments, reference.forward(name, **arguments))
 
 
+@pytest.mark.parametrize("target", NAMES)
+def test_views_of_one_buffer(target: str) -> None:
+    """Queries, keys and values side by side, as a projection leaves them."""
+    arguments = inputs.make(GDN, T=70, H=2, K=64, V=64, state=True, seed=10)
+    expected = reference.forward(GDN, **arguments)
+    parts = torch.cat([arguments[x] for x in ("q", "k", "v")], dim=-1)
+    arguments |= dict(zip(("q", "k", "v"), (parts[..., :64], parts[..., 64:128], parts[..., 128:]), strict=True))
+    check(Executor(target, 10), GDN, arguments, expected)
+
+
 @pytest.mark.parametrize("name", [GDN, KDA])
 @pytest.mark.parametrize("target", NAMES)
 def test_order_of_waves_changes_no_bit(target: str, name: str, record_property: Record) -> None:
