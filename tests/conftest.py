@@ -1,4 +1,4 @@
-"""Shared fixtures: where a test runs and in which dtype, and an account of the tests that need a GPU."""
+"""Shared fixtures: where a test runs and in which dtype, what tests say of themselves, and those that need a GPU."""
 
 from __future__ import annotations
 
@@ -70,7 +70,11 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say how many tests did not run for want of a GPU, so that green never hides them."""
+    """Say what tests recorded as their summary, and how many did not run for want of a GPU: green never hides them."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name == "summary":
+                terminalreporter.write_line(value)
     count = config.stash.get(_NOT_RUN, 0)
     if count:
         terminalreporter.write_line(f"{count} gpu tests not run: no GPU", yellow=True)

@@ -144,7 +144,7 @@ def test_reduce_scatter_and_its_triangles() -> None:
     for index in range(LANES):
         strict = int(index >= 36)
         n = index - 36 * strict
-        r = strict + sum(j + strict < 8 and n >= j * (j + 1) // 2 for j in range(1, 8))
+        r = strict + sum(n >= j * (j + 1) // 2 for j in range(1, 8))
         places[strict].append((r, n - r * (r + 1 - 2 * strict) // 2))
     for strict in (0, 1):
         assert places[strict] == [(r, c) for r in range(8) for c in range(r + 1 - strict)]

@@ -337,7 +337,7 @@ struct Ring_K {
     next_V.put(operand_V, rows);
     next_A.put(tiles.A);
     next_P.put(tiles.P);
-    *(Eight*)(tiles.rows + rows_at()) = next_rows;
+    if (thread_id() < RECORD / 16) *(Eight*)(tiles.rows + rows_at()) = next_rows;
   }
 };
 // The chunk's tiles go to LDS, and the next chunk's set out.

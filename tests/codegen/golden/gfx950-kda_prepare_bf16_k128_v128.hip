@@ -223,7 +223,7 @@ DEV void put_own_product(float* QK, float* KK, int top, int i, float sum) {
   const int n = i < 36 ? i : i - 36, strict = i < 36 ? 0 : 1;
   int r = strict;  // the last row whose first number is not after n
 #pragma unroll
-  for (int j = 1; j < 8; j++) r += j + strict < 8 && n >= j * (j + 1) / 2;
+  for (int j = 1; j < 8; j++) r += n >= j * (j + 1) / 2;
   const int at = (top + r) * LD + top + n - r * (r + 1 - 2 * strict) / 2;
   if (i < 36) QK[at] = sum;
   else KK[at] = sum;
@@ -288,8 +288,10 @@ DEV void merge_blocks(float* x) {
       if (base >= C) continue;
       const float* a = x + (base + SIZE + row) * LDL + base + half * SIZE;  // Y or X2⁻¹
       const float* b = x + (base + half * SIZE) * LDL + base + column;      // X1⁻¹ or Y X1⁻¹
+      // Blocks of 16 above the diagonal of an inverse are zero, and not in memory.
+      const int first = half ? 0 : column / 16 * 16, end = half ? row / 16 * 16 + 16 : SIZE;
 #pragma unroll 8
-      for (int m = 0; m < SIZE; m++)
+      for (int m = first; m < end; m++)
         for (int e = 0; e < 4; e++) strip[n][e] += a[m] * b[m * LDL + e];
     }
     sync();
