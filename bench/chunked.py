@@ -6,7 +6,7 @@ long sequences, whose chunks are then checked token by token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -16,6 +16,7 @@ from qla.bench.workloads import CHUNK, Case
 __all__ = ["chunk_step", "forward"]
 
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def chunk_step(
@@ -84,8 +85,12 @@ def forward(
     return unpack(case, torch.cat(outputs, 2).transpose(1, 2)), S
 
 
-def chunks(x: Operands) -> list[tuple[torch.Tensor | None, ...]]:
+def chunks(x: Operands) -> Iterator[Chunk]:
     """Arguments of `chunk_step` after the state, for each chunk."""
-    parts = [None if part is None else part.transpose(1, 2) for part in (x.q, x.k, x.v, x.decay, x.step)]
-    starts = range(0, x.q.shape[1], CHUNK)
-    return [tuple(None if p is None else p[:, :, at : at + CHUNK] for p in parts) for at in starts]
+    for at in range(0, x.q.shape[1], CHUNK):
+
+        def rows(part: torch.Tensor, at: int = at) -> torch.Tensor:
+            return part[:, at : at + CHUNK].transpose(1, 2)
+
+        decay, step = (None if part is None else rows(part) for part in (x.decay, x.step))
+        yield rows(x.q), rows(x.k), rows(x.v), decay, step
