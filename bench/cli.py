@@ -348,6 +348,8 @@ def _compare_versions(comparer: Comparer, cases: Sequence[Case], margin: float, 
         f"{two['code']}). {comparer.hello['A']['timer']}; {one['compiler']}; driver: {one['driver'] or 'none'}; torch "
         f"{one['torch']}. {rounds} rounds of {comparer.blocks} turns, as many again for what was not SAME."
     )
+    if comparer.hello["A"]["settled"]:
+        facts += " Addresses are not random, and the same for A and B in a round."
     if not complete:
         facts += " The budget ended before all rounds: run again with the same --samples to go on."
     title = f"Performance: {comparer.a.label} (A) and {comparer.b.label} (B)"

@@ -4,7 +4,8 @@ A round starts three processes: A, A again, and B. For each case every process m
 in shuffled order, a few tens of milliseconds each. What drifts (clocks, neighbours, heat) touches neighbours in time
 alike and goes out of their ratio; what differs from process to process (memory, alignment) shows between rounds.
 
-On a CPU each process is pinned to one core and timed by processor time; rounds take turns with the cores.
+On a CPU each process is pinned to one core and timed by processor time; rounds take turns with the cores. Addresses are
+not random there, but differ from round to round: what they make faster or slower, they do to all three.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = ["Comparer", "Line", "between_files", "distinct", "lines"]
 
 Row = dict[str, Any]
 SIDES = ("A", "control", "B")
+_PAD, _PAGE = "QLA_BENCH_PAD", 4096
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,13 @@ class Comparer:
 
     def _start(self, stack: ExitStack, side: str, number: int) -> Process:
         subject = self.b if side == "B" else self.a
-        core = self._cores[number % len(self._cores)] if self.device == "cpu" else -1
-        setup = Setup(device=self.device, repetitions=self.repetitions, core=core)
-        process = Process(setup, [str(subject.folder)], python=subject.python)
+        cpu = self.device == "cpu"
+        setup = Setup(
+            device=self.device, repetitions=self.repetitions, core=self._cores[number % len(self._cores)] if cpu else -1
+        )
+        # The environment lies above the stack, and so moves it.
+        pad = {_PAD: "-" * random.Random(number).randrange(1, _PAGE)}
+        process = Process(setup, [str(subject.folder)], pad, subject.python, settled=cpu)
         stack.callback(process.close)
         hello = process.hello
         if hello["status"] != "ok":

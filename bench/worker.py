@@ -13,7 +13,9 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -65,7 +67,7 @@ class Worker:
             self.timer = timer_for(self.device, setup.repetitions)
         return {
             "version": version, "machine": asdict(machine), "timer": self.timer.description,
-            "python": sys.version.split()[0], "home": os.path.dirname(str(qla.__file__)),
+            "settled": _settled(), "python": sys.version.split()[0], "home": os.path.dirname(str(qla.__file__)),
         }  # fmt: skip
 
     def answer(self, request: Row) -> Row:
@@ -159,6 +161,13 @@ def _verdict(case: Case, output: float, state: float, sampled: float | None) -> 
     # JSON has no infinity; a comparison with null says nothing, so the verdict is written down too.
     row: Row = {name: x if x is not None and math.isfinite(x) else None for name, x in errors.items()}
     return row | {"error_bar": bar, "accurate": max(output, state, sampled or 0.0) <= bar}
+
+
+def _settled() -> bool:
+    """Whether addresses are the same in each process (see `isolate.Process`)."""
+    with suppress(OSError, ValueError):
+        return bool(int(Path("/proc/self/personality").read_text(), 16) & 0x0040000)
+    return False
 
 
 def first_line(error: BaseException) -> str:
