@@ -265,8 +265,8 @@ def compare(
     dtype: _Dtype = "",
     output: Annotated[str, typer.Option("--output", "-o", help="Markdown file. Default: standard output.")] = "",
     samples: Annotated[str, typer.Option(help="JSONL file of all measurements, continued if it is there.")] = "",
-    margin: Annotated[float, typer.Option(help="Change that matters. Default: 0.05 on a CPU, 0.03 on a GPU.")] = 0.0,
-    rounds: Annotated[int, typer.Option(help="Rounds of fresh processes; a rerun has as many again.", min=2)] = 8,
+    margin: Annotated[float, typer.Option(help="Relative change that matters.", min=0.001)] = 0.03,
+    rounds: Annotated[int, typer.Option(help="Rounds of fresh processes; a rerun has as many again.", min=2)] = 5,
     blocks: Annotated[int, typer.Option(help="Turns of each process in a round.", min=1)] = 5,
     reps: Annotated[int, typer.Option(help="Repetitions in a turn, on a GPU.", min=1)] = 5,
     budget: _Budget = math.inf,
@@ -282,7 +282,7 @@ def compare(
     if a.endswith(".jsonl") != b.endswith(".jsonl"):
         raise _fail("compare two results files, or two versions")
     if a.endswith(".jsonl"):
-        raise typer.Exit(_compare_files(Path(a), Path(b), margin or 0.05, output, _filter(op, seed, name, dtype)))
+        raise typer.Exit(_compare_files(Path(a), Path(b), margin, output, _filter(op, seed, name, dtype)))
     from qla.bench.compare import Comparer, distinct
     from qla.bench.subjects import SubjectError, prepared
 
@@ -295,7 +295,7 @@ def compare(
         with prepared(a) as first, prepared(b) as second:
             path = Path(samples) if samples else None
             comparer = Comparer(first, second, device, path, blocks, reps, patience, budget)
-            code = _compare_versions(comparer, cases, margin or (0.05 if device == "cpu" else 0.03), rounds, output)
+            code = _compare_versions(comparer, cases, margin, rounds, output)
     except SubjectError as error:
         raise _fail(str(error)) from None
     raise typer.Exit(code)

@@ -83,7 +83,7 @@ def classify(ratio: Interval, margin: float) -> Verdict:
     Parameters
     ----------
     ratio : of B to A.
-    margin : relative change that matters, e.g. 0.05.
+    margin : relative change that matters, e.g. 0.03.
     """
     edge = math.log1p(margin)
     if -edge < ratio.low and ratio.high < edge:

@@ -140,9 +140,9 @@ class Worker:
         return row
 
     def free(self) -> None:
-        """Give memory back."""
-        gc.collect()
+        """Give memory back to the device."""
         if self.device == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
     def alive(self) -> bool:
