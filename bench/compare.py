@@ -93,7 +93,6 @@ class Comparer:
     budget: float = math.inf
     seed: int = 0
 
-    hello: dict[str, Row] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     """Reasons by case, where a side cannot run it."""
 
@@ -102,10 +101,21 @@ class Comparer:
         self._random = random.Random(self.seed)
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         self._measured: dict[tuple[int, int, str], Row] = {}
-        with ExitStack() as stack:  # to learn what is compared
-            for side in SIDES:
-                self.hello[side] = self._start(stack, side, 0).hello
+        # Started at once, to learn what is compared; the first round takes them over.
+        self._waiting = {side: self._new(side, 0) for side in SIDES}
+        self.hello = {side: process.hello for side, process in self._waiting.items()}
         self._load()
+
+    def __enter__(self) -> Comparer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
+        for process in self._waiting.values():
+            process.close()
+        self._waiting.clear()
 
     @property
     def identity(self) -> Row:
@@ -128,6 +138,11 @@ class Comparer:
                 self._measured[row["pass"], row["round"], row["case"]] = row
 
     def _start(self, stack: ExitStack, side: str, number: int) -> Process:
+        process = self._waiting.pop(side, None) or self._new(side, number)
+        stack.callback(process.close)
+        return process
+
+    def _new(self, side: str, number: int) -> Process:
         subject = self.b if side == "B" else self.a
         cpu = self.device == "cpu"
         setup = Setup(
@@ -136,11 +151,11 @@ class Comparer:
         # The environment lies above the stack, and so moves it.
         pad = {_PAD: "-" * random.Random(number).randrange(1, _PAGE)}
         process = Process(setup, [str(subject.folder)], pad, subject.python, settled=cpu)
-        stack.callback(process.close)
         hello = process.hello
         if hello["status"] != "ok":
             raise SubjectError(f"{side} ({subject.label}): {hello['reason']}")
         if not Path(hello["home"]).is_relative_to(subject.folder):
+            process.close()
             raise SubjectError(f"{side} ({subject.label}): Python imports qla from elsewhere")
         return process
 
@@ -167,6 +182,8 @@ class Comparer:
         return True
 
     def _round(self, part: int, number: int, cases: Sequence[Case], done: Callable[[], None]) -> bool:
+        if number or part > 1:
+            self._give_up()  # theirs was another round
         with ExitStack() as stack:
             processes: dict[str, Process] = {}
             for case in cases:

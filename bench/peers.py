@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module, metadata
 from typing import Any
 
@@ -234,17 +233,20 @@ def _flashkda(case: Case, given: Tensors) -> Call:
 # torch ----------------------------------------------------------------------------------------------------------------
 
 
-@cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(chunked.chunk_step, dynamic=False)
+    # Anew for each case: beyond a few shapes of one function, torch would quietly stop compiling.
+    torch.compiler.reset()
+    return torch.compile(chunked.chunk_step, dynamic=False, fullgraph=True)
 
 
 def _torch(case: Case, given: Tensors, compiled: bool = False) -> Call:
     chunks = -(-max(case.sequence_lengths()) // CHUNK)
     _needs(chunks <= _TORCH_CHUNKS, f"{chunks} chunks one after the other (a profile holds {_TORCH_CHUNKS})")
 
+    step = _compiled() if compiled else chunked.chunk_step
+
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        o, state = chunked.forward(case, given, torch.float32, _compiled() if compiled else chunked.chunk_step)
+        o, state = chunked.forward(case, given, torch.float32, step)
         return o.to(given["v"].dtype), state
 
     return Call(run, lambda r: r)

@@ -148,17 +148,17 @@ def roofline(rows: Sequence[Row], limits: Ceilings | None) -> Figure:
         x, y = [row["flops"] / row["bytes"] for row in group], [row["tflops"] for row in group]
         style = {"color": _COLORS[n % _MOST], "marker": _MARKERS[n % _MOST]}
         axes.scatter(x, y, s=22, alpha=0.6, label=op, linewidths=0, **style)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
     if limits is not None:
         low, high = axes.get_xlim()
         ridge = limits.tflops / limits.tbps
         low = min([row["flops"] / row["bytes"] for row in rows]) / 1.5
         high = max(high, 2 * ridge)
         axes.plot([low, ridge, high], [limits.tbps * low, limits.tflops, limits.tflops], color="black", linewidth=1.4)
-        axes.text(high, 1.1 * limits.tflops, f"{limits.tflops:g} TFLOP/s", ha="right", va="bottom", fontsize=9)
+        axes.text(ridge / 1.5, limits.tflops, f"{limits.tflops:g} TFLOP/s", ha="right", va="center", fontsize=9)
         axes.text(ridge / 12, limits.tflops / 10, f"{limits.tbps:g} TB/s ", ha="right", va="bottom", fontsize=9)
         axes.set_ylim(top=2.5 * limits.tflops)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.set_xlabel("operations per byte, each tensor moved once", fontsize=9)
     axes.set_ylabel("TFLOP/s", fontsize=9)
     axes.grid(alpha=0.3, which="both", linewidth=0.5)

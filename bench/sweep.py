@@ -45,7 +45,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         self._until = time.monotonic() + self.budget
-        with Process(Setup(device=self.device)) as process:
+        with Process(self._setup({})) as process:
             hello = process.hello
         if hello["status"] != "ok":
             raise WorkerError(hello["reason"])
@@ -74,6 +74,12 @@ class Sweep:
             done(result)
         return 0
 
+    def _setup(self, tuning: Mapping[str, Any]) -> Setup:
+        # One core and processor time on a CPU, as `compare` has it.
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+        core = cores[0] if self.device == "cpu" else -1
+        return Setup(device=self.device, repetitions=self.repetitions, core=core, tuning=tuning)
+
     @staticmethod
     def _head(case: Case, tuning: Mapping[str, Any]) -> Result:
         d = case.dims
@@ -89,10 +95,9 @@ class Sweep:
         return json.dumps([result.get(name) for name in (*_SHAPE, "config", "schedule", "rings", "unroll", "streams")])
 
     def _measured(self, case: Case, tuning: Mapping[str, Any]) -> Result:
-        setup = Setup(device=self.device, repetitions=self.repetitions, tuning=tuning)
         with (
             TemporaryDirectory(prefix="qla-sweep-") as cache,
-            Process(setup, environment={"QLA_CACHE_DIR": cache}) as process,
+            Process(self._setup(tuning), environment={"QLA_CACHE_DIR": cache}, settled=self.device == "cpu") as process,
         ):
             if process.hello["status"] != "ok":
                 return {"error": process.hello["reason"]}

@@ -49,7 +49,7 @@ def tunings(target: str) -> list[Tuning]:
 def apply(target: str, tuning: Mapping[str, Any]) -> None:
     """Force a tuning on this process, which must not have rendered anything yet."""
     facts = TARGETS[target]
-    schedule = next(s for s in facts.schedules if s.name == tuning["schedule"])
+    schedule = {schedule.name: schedule for schedule in facts.schedules}[tuning["schedule"]]
     chosen = replace(
         schedule,
         rings=dict(zip(schedule.rings, tuning["rings"], strict=True)),
