@@ -135,11 +135,8 @@ def _flashqla(case: Case, given: Tensors) -> Call:
 
 
 def _flashinfer(case: Case, given: Tensors) -> Call:
-    op, options = OPS[case.op], case.options
-    _needs(op.gate == "head", "this op")
-    # Its Hopper kernels take the option and do not look at it.
-    for name in ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"):
-        _needs(not options.get(name), name)
+    _needs(OPS[case.op].gate == "head", "this op")
+    _needs(not case.options.get("allow_neg_eigval"), "allow_neg_eigval")
     return _flashinfer_decode(case, given) if case.dims.tokens == 1 else _flashinfer_prefill(case, given)
 
 
@@ -153,6 +150,9 @@ def _v_first_state(case: Case, given: Tensors) -> torch.Tensor | None:
 
 def _flashinfer_prefill(case: Case, given: Tensors) -> Call:
     function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
+    # Its Hopper kernels take the first option and do not look at it.
+    for name in ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"):
+        _needs(not case.options.get(name), f"{name} in prefill")
     d, lengths = case.dims, case.sequence_lengths()
     device = given["q"].device
     keywords: dict[str, Any] = {name: _flat(case, given[name]) for name in ("q", "k", "v", "beta")}
@@ -173,20 +173,26 @@ def _flashinfer_prefill(case: Case, given: Tensors) -> Call:
 
 def _flashinfer_decode(case: Case, given: Tensors) -> Call:
     function = import_module("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose
-    d, state = case.dims, _v_first_state(case, given)
+    d, options, state = case.dims, case.options, _v_first_state(case, given)
     _needs(not _packed(case), "packed sequences of one token")
     _needs(state is not None, "one token without a state")
     assert state is not None
     state = state.clone()  # it is updated in place
-    zeros = torch.zeros(d.value_heads, device=state.device)
-    # It takes raw gates: with rate 1 and no bias, g = -softplus(a); and b is the logit of beta.
-    a, b = _inverse_softplus(-given["g"]).to(given["q"].dtype), given["beta"].logit().to(given["q"].dtype)
     q, k, v = (given[name] for name in ("q", "k", "v"))
-    out = torch.empty_like(v)
-    scale = case.options.get("scale")
+    # It takes raw gates: with rate 1 and no bias, g = -softplus(a); and b is the logit of beta.
+    rate = bias = torch.zeros(d.value_heads, device=state.device)
+    a, b = given["g"], given["beta"]
+    if options.get("use_gate_in_kernel"):
+        rate, bias = given["A_log"].float(), given["dt_bias"].float()
+    else:
+        a = _inverse_softplus(-a)
+    if not options.get("use_beta_sigmoid_in_kernel"):
+        b = b.logit()
+    a, b = a.to(q.dtype), b.to(q.dtype)
+    out, scale, l2norm = torch.empty_like(v), options.get("scale"), bool(options.get("use_qk_l2norm_in_kernel"))
 
     def run() -> Any:
-        return function(q, k, v, state, zeros, a, zeros, b, scale, out, False)
+        return function(q, k, v, state, rate, a, bias, b, scale, out, l2norm)
 
     return Call(run, lambda r: (r[0], r[1].mT))
 

@@ -49,6 +49,7 @@ class Worker:
         self.peer = PEERS[setup.peer]
         self.call: Call | None = None
         self.timer: Timer = ClockTimer(setup.repetitions)
+        self.limits: cost.Ceilings | None = None
 
     def start(self) -> Row:
         """Import the peer and set the timer up; says with what everything is measured."""
@@ -57,6 +58,7 @@ class Worker:
             raise NotOfferedError("torch sees no GPU")
         version = self.peer.load()
         machine = describe(self.device)
+        self.limits = cost.ceilings(machine.device)
         if setup.tuning:
             apply(machine.target, setup.tuning)
         if setup.core >= 0:
@@ -133,9 +135,8 @@ class Worker:
         """Throughput, and the floor where the device's ceilings are known."""
         flops, size = cost.chunk_flops(case), cost.moved_bytes(case)
         row: Row = {"flops": flops, "bytes": size, "tflops": flops / ms / 1e9, "tbps": size / ms / 1e9}
-        limits = cost.ceilings(describe(self.device).device)
-        if limits:
-            floor = cost.floor(case, limits)
+        if self.limits:
+            floor = cost.floor(case, self.limits)
             row |= {"floor_ms": floor.ms, "floor_percent": 100 * floor.ms / ms, "bound": floor.bound}
         return row
 
@@ -214,6 +215,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.stdin, answers)
+    answers.flush()
+    # At once: taking torch apart takes most of a second, and some libraries crash while they are.
+    os._exit(0)
 
 
 if __name__ == "__main__":
