@@ -134,7 +134,7 @@ class Comparer:
                 row = json.loads(text)
             except json.JSONDecodeError:  # cut short
                 continue
-            if {name: row[name] for name in self.identity} == self.identity:
+            if {name: row.get(name) for name in self.identity} == self.identity:
                 self._measured[row["pass"], row["round"], row["case"]] = row
 
     def _start(self, stack: ExitStack, side: str, number: int) -> Process:

@@ -119,7 +119,8 @@ def test_what_is_not_offered_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     raw, packed = small("GDNFwd", "prefill-raw-ragged"), small("GDNFwd", "varlen-4x1k")
     for peer, case, what in (
         ("flashinfer", raw, "use_"), ("flashinfer", small("KDAFwd", "4096"), "op"), ("flashqla", packed, "cu_seqlens"),
-        ("flashinfer", small("GDNFwd", "decode-beta-l2norm"), "allow_neg_eigval"), ("flashkda", packed, "op"), ("torch", select(load(), seed="h200", name="tp8-65536")[0], "1024 chunks"),
+        ("flashinfer", small("GDNFwd", "decode-beta-l2norm"), "allow_neg_eigval"), ("flashkda", packed, "op"),
+        ("torch", select(load(), seed="h200", name="tp8-65536")[0], "1024 chunks"),
     ):  # fmt: skip
         with pytest.raises(NotOfferedError, match=what):
             PEERS[peer].call(case, inputs.tensors(case, "cpu") if case.reduced else {})

@@ -92,6 +92,23 @@ def test_other_code_or_device_is_another_row() -> None:
     assert runners.pending([case], hello, "qla", rows, retry=True) == [case]
 
 
+@pytest.mark.gpu
+def test_run_on_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    arguments = ["run", "-o", str(path), "--seed", "h200", "--name", "tp8-2048,tp8-4096", "--peers", "qla,torch"]
+    result = CLI.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = runners.read_rows(path)
+    assert [row["peer"] for row in rows] == ["qla", "qla", "torch", "torch"]
+    for row in rows:
+        assert row["accurate"], row
+        assert not row["reduced"]
+        assert 0 < row["device_ms"] < row["wall_ms"] + 1
+        assert (row["sampled_error"] is None) == (row["shapes"]["q"][1] <= 2048)
+    assert rows[0]["device_ms"] < rows[2]["device_ms"]
+    assert "torch" in CLI.invoke(app, ["report", str(path)]).output
+
+
 def test_wrong_requests(tmp_path: Path) -> None:
     assert CLI.invoke(app, ["run", "--name", "no such case"]).exit_code == 2
     assert CLI.invoke(app, ["run", "--device", "tpu"]).exit_code == 2
