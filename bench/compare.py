@@ -42,10 +42,11 @@ class Line:
 
     Parameters
     ----------
-    case : of the workloads, or ``(op, workload, dtype)`` of a row.
+    op, workload, dtype : of the case.
     a, b : milliseconds.
     ratio : logarithm of b to a.
     control : of a to itself; None where there was none.
+    verdict : on b.
     """
 
     op: str

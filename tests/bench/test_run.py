@@ -95,7 +95,7 @@ def test_other_code_or_device_is_another_row() -> None:
 @pytest.mark.gpu
 def test_run_on_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    arguments = ["run", "-o", str(path), "--seed", "h200", "--name", "tp8-2048,tp8-4096", "--peers", "qla,torch"]
+    arguments = ["run", "-o", str(path), "--seed", "h200", "--name", "tp8-[24]0??", "--peers", "qla,torch"]
     result = CLI.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     rows = runners.read_rows(path)
