@@ -1,4 +1,4 @@
-"""Benchmarks: the published workloads as data, a runner that measures device time, and a report.
+"""Benchmarks: the published workloads as data, beside other libraries and between versions, and reports.
 
-The command line is `qla-bench` (or ``python -m bench`` from the root of the repository).
+The command line is `qla-bench` (or ``python -m qla.bench``; ``python -m bench`` from the root of the repository).
 """

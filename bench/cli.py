@@ -1,15 +1,17 @@
-"""`qla-bench`: measure the published workloads and report what came out.
+"""`qla-bench`: measure the published workloads, beside other libraries and between versions, and report what came out.
 
-Exit codes: 0 all is well; 1 a case failed or its result is wrong; 2 the request cannot be carried out.
+Exit codes: 0 all is well; 1 a case of ours failed, its result is wrong, or a version is slower; 2 the request cannot be
+carried out.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,8 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from qla.bench.workloads import Case, load, select
 
 if TYPE_CHECKING:
-    from qla.bench.machine import Machine
-    from qla.bench.runner import Row, Runner
+    from qla.bench.compare import Comparer, Line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None)
 
@@ -28,6 +29,11 @@ _Op = Annotated[str, typer.Option("--op", help="Ops, comma-separated; wildcards 
 _Seed = Annotated[str, typer.Option("--seed", help="Lists: 000 and 001 (published), h200 (peers measured there).")]
 _Name = Annotated[str, typer.Option("--name", help="Parts of workload names, or patterns such as tp8-*.")]
 _Dtype = Annotated[str, typer.Option("--dtype", help="bf16, fp16.")]
+_Device = Annotated[str, typer.Option("--device", help="cuda or cpu. Default: cuda where there is a GPU.")]
+_Budget = Annotated[
+    float, typer.Option(help="Seconds after which nothing new begins; run again to go on.", show_default=False)
+]
+_Patience = Annotated[float, typer.Option(help="Seconds after which a case that gives no answer is given up.")]
 
 
 def main() -> None:
@@ -47,6 +53,32 @@ def _selected(op: str, seed: str, name: str, dtype: str) -> list[Case]:
     return cases
 
 
+def _device(device: str) -> str:
+    # Imported here, as everything that needs torch: it takes its time, and help needs none of it.
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
+        raise _fail(f"device {device!r}: cuda (where torch sees a GPU) or cpu")
+    return device
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield progress
+
+
+def _write(text: str, output: str) -> None:
+    if output:
+        Path(output).write_text(text + "\n", encoding="utf-8")
+    else:
+        typer.echo(text)
+
+
 @app.command("list")
 def list_(op: _Op = "", seed: _Seed = "", name: _Name = "", dtype: _Dtype = "") -> None:
     """Show workloads: list, op, name, dtype, shapes of q and v, sequences, and the best time of others."""
@@ -58,6 +90,29 @@ def list_(op: _Op = "", seed: _Seed = "", name: _Name = "", dtype: _Dtype = "") 
         typer.echo("\t".join((case.name.replace(" ", "\t", 2), f"q {q} v {v}", packed, peer, state)))
 
 
+# run ------------------------------------------------------------------------------------------------------------------
+
+
+def _folders(given: Sequence[str]) -> dict[str, list[str]]:
+    """What each peer is imported from: options ``NAME=FOLDER[:FOLDER...]`` and variables QLA_PEER_PATH_NAME."""
+    from qla.bench.peers import PEERS
+
+    found = {}
+    for name in PEERS:
+        value = os.environ.get(f"QLA_PEER_PATH_{name.upper().replace('.', '_')}")
+        if value:
+            found[name] = value.split(os.pathsep)
+    for option in given:
+        name, equals, value = option.partition("=")
+        if name not in PEERS or not equals:
+            raise _fail(f"--peer-path {option!r}: NAME=FOLDER with a name of {', '.join(PEERS)}")
+        found.setdefault(name, []).extend(value.split(os.pathsep))
+    missing = [folder for folders in found.values() for folder in folders if not Path(folder).is_dir()]
+    if missing:
+        raise _fail(f"no such folder: {', '.join(missing)}")
+    return {name: [str(Path(folder).resolve()) for folder in folders] for name, folders in found.items()}
+
+
 @app.command()
 def run(
     op: _Op = "",
@@ -65,83 +120,240 @@ def run(
     name: _Name = "",
     dtype: _Dtype = "",
     output: Annotated[Path, typer.Option("--output", "-o", help="Rows are appended to it.")] = Path("bench.jsonl"),
-    budget: Annotated[
-        float, typer.Option(help="Seconds after which no further case begins; run again to go on.", show_default=False)
-    ] = math.inf,
+    peers: Annotated[
+        str,
+        typer.Option(help="Comma-separated: qla, fla, flashinfer, flashqla, flashkda, torch, torch.compile; or all."),
+    ] = "qla",
+    peer_path: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FOLDER[:FOLDER...] that a peer is imported from; or QLA_PEER_PATH_NAME. Repeatable."),
+    ] = None,
+    budget: _Budget = math.inf,
     reps: Annotated[int, typer.Option(help="Repetitions of each case.", min=1)] = 10,
-    device: Annotated[str, typer.Option(help="cuda or cpu. Default: cuda where there is a GPU.")] = "",
+    patience: _Patience = 300.0,
+    device: _Device = "",
     retry: Annotated[bool, typer.Option("--retry", help="Measure cases again whose row is an error.")] = False,
 ) -> None:
-    """Measure workloads, and append a row per case to a JSONL file.
+    """Measure workloads, and append a row per case and peer to a JSONL file.
 
-    Cases that have a row there already, of this device and this code, are skipped. On a CPU the host target runs on
-    reduced shapes: at most 256 tokens, 4 value heads (but one group), 2 rows and 8 packed sequences.
+    Each peer runs in a process of its own. Rows that are there already (of this device, and this code or version of a
+    peer) are not measured again. On a CPU the host target runs on reduced shapes: at most 256 tokens, 4 value heads
+    (but one group), 2 rows and 8 packed sequences. Peers are not asked for the ops that qla cannot run.
     """
-    began = time.monotonic()
-    # Imported here: torch takes its time, and help needs none of it.
-    import torch
+    from qla.bench.peers import OURS, PEERS
+    from qla.bench.runner import Runner
 
-    from qla.bench.machine import describe
-    from qla.bench.runner import Runner, pending, read_rows
-    from qla.bench.timing import TimerError, timer_for
-    from qla.errors import QlaError
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise _fail(f"device {device!r}: cuda (where torch sees a GPU) or cpu")
+    names = list(PEERS) if peers == "all" else [peer.strip() for peer in peers.split(",") if peer.strip()]
+    unknown = [peer for peer in names if peer not in PEERS]
+    if unknown or not names:
+        raise _fail(f"--peers {peers!r}: {', '.join(PEERS)}, or all")
     cases = _selected(op, seed, name, dtype)
-    try:
-        machine = describe(device)
-        timer = timer_for(device, reps)
-    except (QlaError, TimerError) as error:
-        raise _fail(str(error)) from None
-    todo = pending(cases, machine, read_rows(output), retry)
-    runner = Runner(machine, timer, output)
-    bad, finished = _follow(runner, todo, machine, budget - (time.monotonic() - began))
-    done = f"{finished} cases done, {len(cases) - len(todo)} were there already"
-    typer.echo(f"{done}, {len(todo) - finished} left, {bad} failed or wrong: {output}")
-    if runner.lost:
-        raise _fail("the device does not answer any more; run again to go on with the next case")
-    raise typer.Exit(1 if bad else 0)
+    runner = Runner(output, _device(device), reps, budget, patience, _folders(peer_path or []), retry)
+    bad = ours = finished = left = 0
+    with _bar() as progress:
+        for peer in names:
+            counts = _measure(runner, peer, cases, progress)
+            bad, finished, left = bad + counts[0], finished + counts[1], left + counts[2]
+            ours += counts[0] if peer == OURS else 0
+    typer.echo(f"{finished} cases done, {left} left, {bad} failed or wrong: {output}")
+    raise typer.Exit(1 if ours else 0)
 
 
-def _follow(runner: Runner, todo: Sequence[Case], machine: Machine, budget: float) -> tuple[int, int]:
-    """Run with a progress bar; returns how many failed, and how many were done."""
-    bad = 0
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    console.print(f"{machine.device} ({machine.target}), {runner.timer.description}", highlight=False)
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("measuring", total=len(todo))
+def _measure(runner: Any, peer: str, cases: Sequence[Case], progress: Progress) -> tuple[int, int, int]:
+    """Run one peer below a progress bar: how many failed, were done, and are left."""
+    bad = finished = 0
+    task = progress.add_task(peer, total=None)
 
-        def done(case: Case, row: Row) -> None:
-            nonlocal bad
-            progress.update(task, advance=1, description=f"{case.op} {case.workload}"[:48].ljust(48))
-            wrong = row.get("accurate") is False
-            if row["status"] == "error" or wrong:
-                bad += 1
-                why = row["reason"] if row["status"] == "error" else f"relative error above {row['error_bar']}"
-                progress.console.print(f"[red]{escape(case.name)}[/]: {escape(why)}", soft_wrap=True)
+    def begin(hello: Mapping[str, Any], todo: int) -> None:
+        if hello["status"] != "ok":
+            progress.console.print(f"{peer}: not available: {escape(hello['reason'])}", soft_wrap=True, highlight=False)
+        else:
+            machine = hello["machine"]
+            what = f"{peer} {hello['version']} on {machine['device']} ({machine['target']}), {hello['timer']}"
+            progress.console.print(what, soft_wrap=True, highlight=False)
+        progress.update(task, total=todo)
 
-        finished = runner.run(todo, budget, done)
-    return bad, finished
+    def done(case: Case, row: Mapping[str, Any]) -> None:
+        nonlocal bad, finished
+        finished += 1
+        progress.update(task, advance=1, description=f"{peer} {case.op} {case.workload}"[:48].ljust(48))
+        if row["status"] == "error" or row.get("accurate") is False:
+            bad += 1
+            why = row["reason"] if row["status"] == "error" else f"relative error above {row['error_bar']}"
+            progress.console.print(f"[red]{peer}: {escape(case.name)}[/]: {escape(why)}", soft_wrap=True)
+
+    left = runner.run(peer, cases, begin, done)
+    return bad, finished, left
+
+
+# report ---------------------------------------------------------------------------------------------------------------
 
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="JSONL file that `run` wrote.")],
+    results: Annotated[list[Path], typer.Argument(help="JSONL files that `run` wrote.")],
     output: Annotated[str, typer.Option("--output", "-o", help="Markdown file. Default: standard output.")] = "",
+    html: Annotated[str, typer.Option(help="Also write one self-contained HTML page, with plots.")] = "",
 ) -> None:
-    """Write the report: a table per op with the published columns, and geometric means."""
-    from qla.bench.report import markdown
+    """Write the report: tables with the published columns, geometric means per op, and plots in the HTML page."""
+    from qla.bench import report as tables
     from qla.bench.runner import read_rows
 
-    if not results.is_file():
-        raise _fail(f"no such file: {results}")
-    text = markdown(read_rows(results))
-    if output:
-        Path(output).write_text(text + "\n", encoding="utf-8")
-    else:
-        typer.echo(text)
+    missing = [str(path) for path in results if not path.is_file()]
+    if missing:
+        raise _fail(f"no such file: {', '.join(missing)}")
+    rows = [row for path in results for row in read_rows(path)]
+    if html:
+        try:
+            from qla.bench.page import html as page
+        except ModuleNotFoundError as error:
+            raise _fail(f"the plots need {error.name}: in a clone, pip install '.[bench]'") from None
+        Path(html).write_text(page(rows), encoding="utf-8")
+    if output or not html:
+        _write(tables.results(rows), output)
+
+
+# sweep ----------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def sweep(
+    op: _Op = "",
+    seed: _Seed = "",
+    name: _Name = "",
+    dtype: _Dtype = "",
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file, continued if there.")] = Path("sweep.json"),
+    budget: _Budget = math.inf,
+    reps: Annotated[int, typer.Option(help="Repetitions of each tuning.", min=1)] = 10,
+    patience: _Patience = 120.0,
+    device: _Device = "",
+) -> None:
+    """Measure every legal tuning of the target for the workloads, against what the runtime takes by itself.
+
+    Each tuning has a process of its own and an empty cache. What asks for more than the device has is recorded with its
+    error.
+    """
+    from qla.bench.isolate import WorkerError
+    from qla.bench.sweep import Sweep
+
+    cases = [case for case in _selected(op, seed, name, dtype) if case.traits]
+    if not cases:
+        raise _fail("none of these workloads can be run yet")
+    try:
+        job = Sweep(output, _device(device), reps, patience, budget)
+    except WorkerError as error:
+        raise _fail(str(error)) from None
+    pairs = job.todo(cases)
+    with _bar() as progress:
+        task = progress.add_task("tunings", total=len(pairs))
+        left = job.run(pairs, lambda result: progress.update(task, advance=1))
+    typer.echo("\t".join(("workload", "tuning", "ms", "auto over it", "error", "note")))
+    for row in job.table():
+        typer.echo("\t".join(row))
+    typer.echo(f"{len(pairs) - left} measured, {left} left: {output}")
+
+
+# compare --------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(help="Git ref, checkout, folder or Python with qla, or results file (.jsonl).")],
+    b: Annotated[str, typer.Argument(help="The same, of what may be slower.")],
+    op: _Op = "",
+    seed: _Seed = "",
+    name: _Name = "",
+    dtype: _Dtype = "",
+    output: Annotated[str, typer.Option("--output", "-o", help="Markdown file. Default: standard output.")] = "",
+    samples: Annotated[str, typer.Option(help="JSONL file of all measurements, continued if it is there.")] = "",
+    margin: Annotated[float, typer.Option(help="Relative change that matters.", min=0.001)] = 0.03,
+    rounds: Annotated[int, typer.Option(help="Rounds of fresh processes; a rerun has as many again.", min=2)] = 5,
+    blocks: Annotated[int, typer.Option(help="Turns of each process in a round.", min=1)] = 5,
+    reps: Annotated[int, typer.Option(help="Repetitions in a turn, on a GPU.", min=1)] = 5,
+    budget: _Budget = math.inf,
+    patience: _Patience = 300.0,
+    device: _Device = "",
+) -> None:
+    """Say whether B is slower than A, case by case: FAST, SLOW, SAME or AMBIGUOUS.
+
+    Of two versions, each round starts fresh processes for A, A again (the control) and B, which take turns; what is not
+    SAME is measured once more, and only what is SLOW or FAST there too is called so. Of two results files, the times of
+    all repetitions are compared, without a control. SLOW anywhere exits with 1, as does a case that only B cannot run.
+    """
+    if a.endswith(".jsonl") != b.endswith(".jsonl"):
+        raise _fail("compare two results files, or two versions")
+    if a.endswith(".jsonl"):
+        raise typer.Exit(_compare_files(Path(a), Path(b), margin, output, _filter(op, seed, name, dtype)))
+    from qla.bench.compare import Comparer, distinct
+    from qla.bench.subjects import SubjectError, prepared
+
+    device = _device(device)
+    cases = [case for case in _selected(op, seed, name, dtype) if case.traits]
+    cases = distinct(cases) if device == "cpu" else cases
+    if not cases:
+        raise _fail("none of these workloads can be run yet")
+    try:
+        with prepared(a) as first, prepared(b) as second:
+            path = Path(samples) if samples else None
+            with Comparer(first, second, device, path, blocks, reps, patience, budget) as comparer:
+                code = _compare_versions(comparer, cases, margin, rounds, output)
+    except SubjectError as error:
+        raise _fail(str(error)) from None
+    raise typer.Exit(code)
+
+
+def _filter(op: str, seed: str, name: str, dtype: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a row is of one of the selected workloads."""
+    chosen = {case.name for case in _selected(op, seed, name, dtype)}
+    return lambda row: "op" in row and " ".join(row[x] for x in ("seed", "op", "workload", "dtype")) in chosen
+
+
+def _slow(parts: Mapping[str, Sequence[Line]]) -> bool:
+    from qla.bench.verdict import Verdict
+
+    return any(line.verdict is Verdict.SLOW for found in parts.values() for line in found)
+
+
+def _compare_files(a: Path, b: Path, margin: float, output: str, wanted: Callable[[Mapping[str, Any]], bool]) -> int:
+    from qla.bench.compare import between_files
+    from qla.bench.comparison_report import comparison
+    from qla.bench.runner import read_rows
+
+    for path in (a, b):
+        if not path.is_file():
+            raise _fail(f"no such file: {path}")
+    first, second = ([row for row in read_rows(path) if wanted(row)] for path in (a, b))
+    parts = between_files(first, second, margin)
+    if not parts:
+        raise _fail("the files share no measured case of one device")
+    facts = "Two results files: measured at different times, without a control or a rerun."
+    _write(comparison(f"Performance: {a.name} (A) and {b.name} (B)", margin, parts, facts, {}), output)
+    return int(_slow(parts))
+
+
+def _compare_versions(comparer: Comparer, cases: Sequence[Case], margin: float, rounds: int, output: str) -> int:
+    from qla.bench.compare import lines, undecided
+    from qla.bench.comparison_report import comparison
+
+    with _bar() as progress:
+        for part, title in ((1, "rounds"), (2, "rerun")):
+            chosen = list(cases) if part == 1 else undecided(comparer, cases, margin)
+            task = progress.add_task(title, total=len(chosen) * rounds)
+            complete = comparer.run(part, chosen, rounds, lambda task=task: progress.update(task, advance=1))  # type: ignore[misc]
+            if not complete:
+                break
+    found = lines(comparer, cases, margin)
+    one, two = (comparer.hello[side]["machine"] for side in ("A", "B"))
+    facts = (
+        f"A: {comparer.a.label} ({one['version']} · {one['code']}), B: {comparer.b.label} ({two['version']} · "
+        f"{two['code']}). {comparer.hello['A']['timer']}; {one['compiler']}; driver: {one['driver'] or 'none'}; torch "
+        f"{one['torch']}. {rounds} rounds of {comparer.blocks} turns, as many again for what was not SAME."
+    )
+    if comparer.hello["A"]["settled"]:
+        facts += " Addresses are not random, and the same for A and B in a round."
+    if not complete:
+        facts += " The budget ended before all rounds: run again with the same --samples to go on."
+    title = f"Performance: {comparer.a.label} (A) and {comparer.b.label} (B)"
+    _write(comparison(title, margin, {one["device"]: found}, facts, comparer.failed), output)
+    only_b = any(reason.startswith("B:") for reason in comparer.failed.values())
+    return int(_slow({"": found}) or only_b)

@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid, normalize, pad
 import qla
 from qla.bench.workloads import OPS, Case
 
-__all__ = ["Call", "boundaries", "call", "tensors"]
+__all__ = ["Call", "MakeCall", "boundaries", "call", "tensors"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -80,6 +80,9 @@ class Call:
 
     run: Callable[[], Any]
     outputs: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+MakeCall = Callable[[Case, Mapping[str, torch.Tensor]], Call]
 
 
 def call(case: Case, given: Mapping[str, torch.Tensor]) -> Call:

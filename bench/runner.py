@@ -1,33 +1,28 @@
-"""Measures cases one by one and appends a row per case to a JSONL file, which a later run continues."""
+"""Measures cases one by one, a process per peer, and appends a row per case and peer to a JSONL file.
+
+A later run continues the file: a row is found again by its case, its device, and the peer with its version (for ours,
+the digest of the code).
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from qla.bench import cost, inputs, reference
-from qla.bench.machine import Machine, clocks
-from qla.bench.timing import Timer
+from qla.bench.isolate import Process, Setup, WorkerError
+from qla.bench.peers import OURS, PEERS
 from qla.bench.workloads import Case
-from qla.errors import UnsupportedError
 
-__all__ = ["CPU_TOKENS", "CPU_VALUE_HEADS", "Row", "Runner", "pending", "read_rows"]
+__all__ = ["Row", "Runner", "append", "pending", "read_rows", "row_key"]
 
 Row = dict[str, Any]
-
-# A CPU measures `Case.shrink(CPU_TOKENS, CPU_VALUE_HEADS)`: a call of such a case takes a few hundredths of a second.
-CPU_TOKENS, CPU_VALUE_HEADS = 256, 4
-# Results are checked on `Case.shrink` of these, since the recurrence takes a step per token.
-_CHECK = {"cuda": (512, 32), "cpu": (64, 4)}
-_FREE_ABOVE = 1 << 30  # bytes of a case's tensors, beyond which memory goes back to the device after it
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -40,181 +35,174 @@ def read_rows(path: Path) -> list[Row]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        rows[row["key"]] = row
+        rows[row["key"]] = {"peer": OURS, **row}
     return list(rows.values())
 
 
-def key(case: Case, machine: Machine) -> str:
-    """What a row is found again by: the case, the device and the code."""
-    return f"{case.name} | {machine.device} | {machine.version} {machine.code}"
+def append(path: Path, row: Row) -> None:
+    """Add a row to a file, on a line of its own even where a killed run left the last one open."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(row).encode() + b"\n")
 
 
-def pending(cases: Iterable[Case], machine: Machine, rows: Sequence[Row], retry: bool = False) -> list[Case]:
-    """Cases without a row of this device and code; with `retry`, also those whose row is an error."""
+def row_key(case: Case, hello: Mapping[str, Any], peer: str) -> str:
+    """What a row is found again by."""
+    machine = hello["machine"]
+    code = f" {machine['code']}" if peer == OURS else ""
+    return f"{case.name} | {machine['device']} | {peer} {hello['version']}{code}"
+
+
+def pending(
+    cases: Iterable[Case], hello: Mapping[str, Any], peer: str, rows: Sequence[Row], retry: bool = False
+) -> list[Case]:
+    """Cases without a row of this device and peer; with `retry`, also those whose row is an error."""
     done = {row["key"] for row in rows if not (retry and row["status"] == "error")}
-    return [case for case in cases if key(case, machine) not in done]
+    return [case for case in cases if row_key(case, hello, peer) not in done]
 
 
-def check_key(case: Case, machine: Machine) -> str:
+def check_key(case: Case, row: Mapping[str, Any]) -> str:
     """Equal for cases whose results need one check only: the same op, options, dtype, head dims and kinds of input."""
     d = case.dims
     kind = [case.op, case.dtype, sorted(case.options.items()), d.dk, d.dv, case.lengths is not None]
-    return json.dumps([*kind, "initial_state" in case.shapes, machine.device, machine.code])
+    who = [row["device"], row["peer"], row["peer_version"], row["code"] if row["peer"] == OURS else ""]
+    return json.dumps([*kind, "initial_state" in case.shapes, *who])
 
 
 @dataclass
 class Runner:
-    """Measures cases on one machine.
+    """Measures cases with peers.
 
     Parameters
     ----------
-    machine : this one.
-    timer : for it.
     path : file that rows are appended to.
-
-    Attributes
-    ----------
-    lost : the device failed for good (an illegal access, say), and only a new process can go on.
+    device : as `Setup` has it.
+    repetitions : of each case.
+    budget : seconds after which nothing new begins.
+    patience : seconds after which a case that gives no answer is an error.
+    folders : for each peer, what it is imported from.
+    retry : measure cases again whose row is an error.
     """
 
-    machine: Machine
-    timer: Timer
     path: Path
+    device: str = ""
+    repetitions: int = 10
+    budget: float = math.inf
+    patience: float = 300.0
+    folders: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    retry: bool = False
 
     def __post_init__(self) -> None:
-        self.lost = False
+        self._began, self._longest = time.monotonic(), 0.0
         known = [row for row in read_rows(self.path) if "check" in row]
         self._errors: dict[str, tuple[float, float]] = {
             row["check"]: (_number(row["output_error"]), _number(row["state_error"])) for row in known
         }
 
-    def run(self, cases: Sequence[Case], budget: float, done: Callable[[Case, Row], None]) -> int:
-        """Measure cases until all are done or the budget (seconds) would be exceeded; returns how many were done."""
-        began, longest = time.monotonic(), 0.0
-        self._end_last_line()
-        for number, case in enumerate(cases):
-            start = time.monotonic()
-            if start - began + longest > budget:
-                return number
-            row = self.measure(case)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            longest = max(longest, time.monotonic() - start)
-            done(case, row)
-            if self.lost:
-                return number + 1
-        return len(cases)
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.budget - (time.monotonic() - self._began)
 
-    def _end_last_line(self) -> None:
-        """Close a line that a killed run left open, so that the next row has a line of its own."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and (data := self.path.read_bytes()) and not data.endswith(b"\n"):
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("\n")
+    def run(
+        self,
+        peer: str,
+        cases: Sequence[Case],
+        begin: Callable[[Mapping[str, Any], int], None],
+        done: Callable[[Case, Row], None],
+    ) -> int:
+        """Measure cases until all are done or the next one would exceed the budget.
 
-    def measure(self, case: Case) -> Row:
-        """Return the row of a case; what goes wrong is in it."""
-        facts = asdict(self.machine)
+        Parameters
+        ----------
+        peer : key of `PEERS`.
+        cases : to measure; those of ops that we cannot run are left to our own rows.
+        begin : called with what the worker says of itself and how many cases there are to do.
+        done : called after each of them.
+
+        Returns
+        -------
+        int
+            How many cases are left.
+        """
+        if peer != OURS:
+            cases = [case for case in cases if case.traits]
+        if self.left < self._longest:
+            return len(cases)
+        worker = self._worker(peer)
+        try:
+            hello = worker.hello
+            if hello["status"] != "ok":
+                self._unavailable(peer, hello)
+                begin(hello, 0)
+                return 0
+            todo = pending(cases, hello, peer, read_rows(self.path), self.retry)
+            begin(hello, len(todo))
+            for number, case in enumerate(todo):
+                if self.left < self._longest:
+                    return len(todo) - number
+                if not worker.running:
+                    worker = self._worker(peer)
+                start = time.monotonic()
+                row = self._row(worker, hello, peer, case)
+                if row is None:
+                    return len(todo) - number
+                append(self.path, row)
+                self._longest = max(self._longest, time.monotonic() - start)
+                done(case, row)
+        finally:
+            worker.close()
+        return 0
+
+    def _worker(self, peer: str) -> Process:
+        setup = Setup(peer, self.device, self.repetitions)
+        return Process(setup, self.folders.get(peer, ()), PEERS[peer].environment)
+
+    def _unavailable(self, peer: str, hello: Mapping[str, Any]) -> None:
+        """One row for a peer that cannot be had."""
+        key = f"{peer} unavailable {self.device}"
+        row = {"key": key, "peer": peer, "status": "unavailable", "reason": hello["reason"], **_now()}
+        if not any(known["key"] == key for known in read_rows(self.path)):
+            append(self.path, row)
+
+    def _row(self, worker: Process, hello: Mapping[str, Any], peer: str, case: Case) -> Row | None:
+        """The row of a case, whatever goes wrong; None where the budget ended first."""
         row: Row = {
-            "key": key(case, self.machine),
+            "key": row_key(case, hello, peer),
+            "peer": peer, "peer_version": hello["version"],
             "seed": case.seed, "op": case.op, "workload": case.workload, "dtype": case.dtype,
             "status": "ok",
-            **facts,
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **hello["machine"], "python": hello["python"],
+            **_now(),
         }  # fmt: skip
         if case.traits is None:
             return row | {"status": "unsupported", "reason": "not supported yet: backward and one-token kernels"}
+        if worker.hello["status"] != "ok":
+            return row | {"status": "error", "reason": worker.hello["reason"]}
+        check = check_key(case, row)
+        # The first case of a run is given all its patience, so that every run gets on.
+        wait = self.patience if not self._longest else min(self.patience, max(self.left, 1.0))
         try:
-            return row | self._measured(case)
-        except UnsupportedError as error:
-            row |= {"status": "unsupported", "reason": _first_line(error)}
-        except Exception as error:  # out of memory, a kernel that does not compile: the others must still run
-            row |= {"status": "error", "reason": _first_line(error)}
-        # Only here is the traceback gone that kept the tensors of the case.
-        try:
-            self._wait()
-            self._free()
-        except RuntimeError:
-            self.lost = True
-        return row
-
-    def _measured(self, case: Case) -> Row:
-        kind = self.machine.kind
-        if kind == "cpu":
-            case = case.shrink(CPU_TOKENS, CPU_VALUE_HEADS)
-        given = inputs.tensors(case, kind)
-        call = inputs.call(case, given)
-        start = time.perf_counter()
-        call.run()
-        self._wait()
-        first_s = time.perf_counter() - start
-        timing = self.timer.measure(call.run)
-        call.run()  # so that the device is at work while its clocks are read
-        row: Row = {
-            "reduced": case.reduced,
-            "shapes": {name: list(shape) for name, shape in case.shapes.items()},
-            "lengths": case.lengths, "options": dict(case.options),
-            "clocks": clocks(kind),
-            "timer": self.timer.description,
-            "repetitions": timing.repetitions,
-            "device_ms": timing.device_ms, "q1_ms": timing.q1_ms, "q3_ms": timing.q3_ms,
-            "wall_ms": timing.wall_ms, "first_call_s": first_s, "kernels": timing.kernels,
-        }  # fmt: skip
-        del call
-        size = sum(x.nbytes for x in given.values())
-        del given
-        if size > _FREE_ABOVE:
-            self._free()
-        return row | self._costs(case, timing.device_ms) | self._checked(case)
-
-    def _costs(self, case: Case, ms: float) -> Row:
-        """Throughput, floor and peers."""
-        flops, size = cost.chunk_flops(case), cost.moved_bytes(case)
-        row: Row = {"flops": flops, "bytes": size, "tflops": flops / ms / 1e9, "tbps": size / ms / 1e9}
-        limits = cost.ceilings(self.machine.device)
-        if limits:
-            floor = cost.floor(case, limits)
-            row |= {"floor_ms": floor.ms, "floor_percent": 100 * floor.ms / ms, "bound": floor.bound}
-        # Times of peers are those of an H200, and of the published shape.
-        if case.best_peer and "H200" in self.machine.device:
-            name, best = case.best_peer
-            row |= {"best_peer": name, "best_peer_ms": best, "ratio": best / ms}
-        return row
-
-    def _checked(self, case: Case) -> Row:
-        """Errors against the recurrence, computed once per kind of case."""
-        check = check_key(case, self.machine)
-        if check not in self._errors:
-            small = case.shrink(*_CHECK[self.machine.kind])
-            given = inputs.tensors(small, self.machine.kind, seed=1)
-            call = inputs.call(small, given)
-            results = call.outputs(call.run())
-            pairs = zip(results, reference.recurrence(small, given), strict=True)
-            output, state = (reference.relative_error(x, expected) for x, expected in pairs)
-            self._errors[check] = (output, state)
-        output, state = self._errors[check]
-        bar = reference.bar(case)
-        # JSON has no infinity; a comparison with null says nothing, so the verdict is written down too.
-        return {
-            "check": check,
-            "output_error": output if math.isfinite(output) else None,
-            "state_error": state if math.isfinite(state) else None,
-            "error_bar": bar,
-            "accurate": max(output, state) <= bar,
-        }
-
-    def _wait(self) -> None:
-        if self.machine.kind == "cuda":
-            torch.cuda.synchronize()
-
-    def _free(self) -> None:
-        if self.machine.kind == "cuda":
-            torch.cuda.empty_cache()
+            answer = worker.ask({"measure": asdict(case), "errors": self._errors.get(check)}, wait)
+        except WorkerError as error:
+            if error.late and wait < self.patience:
+                return None
+            return row | {"status": "error", "reason": str(error)}
+        if answer["status"] == "ok":
+            self._errors[check] = (_number(answer["output_error"]), _number(answer["state_error"]))
+            row["check"] = check
+            # Published times are those of an H200, and of the published shape.
+            if "H200" in row["device"] and not answer["reduced"]:
+                row["published"] = dict(case.peers)
+        return row | answer
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+def _now() -> Row:
+    return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 
 def _number(x: float | None) -> float:

@@ -1,9 +1,10 @@
-"""How long a call takes: on a GPU by the intervals of its kernels, on a CPU by the clock.
+"""How long a call takes: on a GPU by the intervals of its kernels, on a CPU by its clock or by processor time.
 
 Device time is the median over repetitions of the union of kernel intervals, as CUPTI (or roctracer) reports them to
 torch.profiler: time in which the device does nothing does not count, kernels that overlap count once. Before each
 repetition a memset of twice the L2 and more flushes it, and that memset also marks where a repetition begins. Which
-event it is, is not guessed from names: the flush is profiled alone first.
+event it is, is not guessed from names: the flush is profiled alone first. Where the profiler sees nothing, events
+around each call stand in, and the timer says so.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["ClockTimer", "DeviceTimer", "Event", "Timer", "TimerError", "Timing", "busy", "repetitions", "timer_for"]
+__all__ = [
+    "ClockTimer", "DeviceTimer", "Event", "EventTimer", "ProcessorTimer", "Timer", "TimerError", "Timing", "busy",
+    "repetitions", "summarize", "timer_for",
+]  # fmt: skip
 
 WARM_UP = 3
 _ATTEMPTS = 3
+_PATIENCE = 2.0  # seconds after which a slow call is repeated no more often than _LEAST
+_LEAST = 3
 
 
 class TimerError(RuntimeError):
@@ -46,7 +52,7 @@ class Timing:
     device_ms, q1_ms, q3_ms : median and quartiles over repetitions.
     wall_ms : of one of many calls back to back, what they cost the host included.
     kernels : median time of each kernel of a call, summed over launches of one name.
-    repetitions : behind device_ms.
+    samples : of each repetition, in the order they ran.
     """
 
     device_ms: float
@@ -54,7 +60,7 @@ class Timing:
     q3_ms: float
     wall_ms: float
     kernels: dict[str, float]
-    repetitions: int
+    samples: tuple[float, ...]
 
 
 class Timer(Protocol):
@@ -65,6 +71,15 @@ class Timer(Protocol):
     def measure(self, call: Callable[[], object]) -> Timing:
         """Time a call that has run before."""
         ...
+
+    def block(self, call: Callable[[], object]) -> float:
+        """Milliseconds of a warm call, from a few tens of milliseconds of work: one of many such numbers."""
+        ...
+
+
+def _affordable(count: int, seconds: float) -> int:
+    """How often to repeat a call that takes so many seconds."""
+    return min(count, max(_LEAST, int(_PATIENCE / max(seconds, 1e-9))))
 
 
 def busy(events: Sequence[Event]) -> float:
@@ -120,7 +135,48 @@ def summarize(groups: Sequence[Sequence[Event]], wall_ms: float) -> Timing:
 
 def _timing(times: Sequence[float], wall_ms: float, kernels: dict[str, float]) -> Timing:
     q1, median, q3 = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else list(times) * 3
-    return Timing(median, q1, q3, wall_ms, kernels, len(times))
+    return Timing(median, q1, q3, wall_ms, kernels, tuple(times))
+
+
+def _wall_ms(call: Callable[[], object], calls: int) -> float:
+    """Milliseconds of one of many calls back to back, by events before the first and after the last."""
+    mark: Any = torch.cuda.Event
+    first, last = mark(enable_timing=True), mark(enable_timing=True)
+    call()
+    torch.cuda.synchronize()
+    first.record()
+    for _ in range(calls):
+        call()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) / calls
+
+
+def _warm(call: Callable[[], object]) -> float:
+    """Warm a call up; returns the seconds it takes then."""
+    seconds = 0.0
+    for _ in range(WARM_UP):
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        if seconds > _PATIENCE:
+            break
+    return seconds
+
+
+class _Flush:
+    """A write that is more than the L2 holds."""
+
+    def __init__(self) -> None:
+        properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        least = 512 << 20 if torch.version.hip else 256 << 20
+        self.size = max(least, 2 * int(properties.L2_cache_size))
+        self._buffer = torch.empty(self.size, dtype=torch.int8, device="cuda")
+        self.description = f"L2 flushed by a write of {self.size >> 20} MiB"
+
+    def __call__(self) -> None:
+        self._buffer.zero_()
 
 
 class DeviceTimer:
@@ -133,17 +189,11 @@ class DeviceTimer:
     """
 
     def __init__(self, count: int = 10, calls: int = 10) -> None:
-        properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-        least = 512 << 20 if torch.version.hip else 256 << 20
         self.count, self.calls = count, calls
-        self.flush_bytes = max(least, 2 * int(properties.L2_cache_size))
-        self._buffer = torch.empty(self.flush_bytes, dtype=torch.int8, device="cuda")
+        self._flush = _Flush()
         self._mark = self._calibrate()
         tracer = "roctracer" if torch.version.hip else "CUPTI"
-        self.description = f"kernel intervals ({tracer}), L2 flushed by a write of {self.flush_bytes >> 20} MiB"
-
-    def _flush(self) -> None:
-        self._buffer.zero_()
+        self.description = f"kernel intervals ({tracer}), {self._flush.description}"
 
     def _profile(self, call: Callable[[], object], count: int) -> list[Event]:
         """Events on the device while `call` runs `count` times."""
@@ -168,35 +218,65 @@ class DeviceTimer:
         names = [e.name for e in events]
         raise TimerError(f"3 flushes gave the events {names}: torch.profiler cannot trace this device")
 
-    def _wall_ms(self, call: Callable[[], object]) -> float:
-        mark: Any = torch.cuda.Event
-        first, last = mark(enable_timing=True), mark(enable_timing=True)
-        call()
-        torch.cuda.synchronize()
-        first.record()
-        for _ in range(self.calls):
-            call()
-        last.record()
-        torch.cuda.synchronize()
-        return float(first.elapsed_time(last)) / self.calls
-
-    def measure(self, call: Callable[[], object]) -> Timing:
-        """Time a call; what the profiler lost is measured again."""
+    def _groups(self, call: Callable[[], object], count: int) -> list[list[Event]]:
+        """Events of each of `count` repetitions; what the profiler lost is measured again."""
 
         def flushed() -> None:
             self._flush()
             call()
 
-        for _ in range(WARM_UP):
-            call()
-        wall_ms = self._wall_ms(call)
-        for attempt in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS - 1):
             try:
-                return summarize(repetitions(self._profile(flushed, self.count), self._mark, self.count), wall_ms)
+                return repetitions(self._profile(flushed, count), self._mark, count)
             except TimerError:
-                if attempt == _ATTEMPTS - 1:
-                    raise
-        raise AssertionError("unreachable")
+                continue
+        return repetitions(self._profile(flushed, count), self._mark, count)
+
+    def measure(self, call: Callable[[], object]) -> Timing:
+        """Time a call."""
+        seconds = _warm(call)
+        wall_ms = _wall_ms(call, _affordable(self.calls, seconds))
+        return summarize(self._groups(call, _affordable(self.count, seconds)), wall_ms)
+
+    def block(self, call: Callable[[], object]) -> float:
+        """Median device time of a few flushed calls."""
+        return summarize(self._groups(call, self.count), 0.0).device_ms
+
+
+class EventTimer:
+    """Events around single calls, on the current GPU: gaps between kernels and waiting for launches count too.
+
+    Parameters
+    ----------
+    count : repetitions.
+    calls : back to back, for the wall time.
+    """
+
+    def __init__(self, count: int = 10, calls: int = 10) -> None:
+        self.count, self.calls = count, calls
+        self._flush = _Flush()
+        self.description = f"events around each call, gaps included; {self._flush.description}"
+
+    def _times(self, call: Callable[[], object], count: int) -> list[float]:
+        mark: Any = torch.cuda.Event
+        pairs = [(mark(enable_timing=True), mark(enable_timing=True)) for _ in range(count)]
+        for first, last in pairs:
+            self._flush()
+            first.record()
+            call()
+            last.record()
+        torch.cuda.synchronize()
+        return [float(first.elapsed_time(last)) for first, last in pairs]
+
+    def measure(self, call: Callable[[], object]) -> Timing:
+        """Time a call."""
+        seconds = _warm(call)
+        wall_ms = _wall_ms(call, _affordable(self.calls, seconds))
+        return _timing(self._times(call, _affordable(self.count, seconds)), wall_ms, {})
+
+    def block(self, call: Callable[[], object]) -> float:
+        """Median of a few flushed calls."""
+        return statistics.median(self._times(call, self.count))
 
 
 class ClockTimer:
@@ -207,18 +287,64 @@ class ClockTimer:
     def __init__(self, count: int = 10) -> None:
         self.count = count
 
-    def measure(self, call: Callable[[], object]) -> Timing:
-        """Time a call; the wall time is the mean over all calls."""
-        call()
+    def _times(self, call: Callable[[], object], count: int) -> list[float]:
         times = []
-        began = time.perf_counter()
-        for _ in range(self.count):
+        for _ in range(count):
             start = time.perf_counter()
             call()
             times.append(1e3 * (time.perf_counter() - start))
-        return _timing(times, 1e3 * (time.perf_counter() - began) / self.count, {})
+        return times
+
+    def measure(self, call: Callable[[], object]) -> Timing:
+        """Time a call; the wall time is the mean over all calls."""
+        (warm,) = self._times(call, 1)
+        began, count = time.perf_counter(), _affordable(self.count, warm / 1e3)
+        times = self._times(call, count)
+        return _timing(times, 1e3 * (time.perf_counter() - began) / count, {})
+
+    def block(self, call: Callable[[], object]) -> float:
+        """Least of a few calls."""
+        return min(self._times(call, self.count))
+
+
+class ProcessorTimer(ClockTimer):
+    """Processor time of this thread, which other processes change little; for a process pinned to one core.
+
+    There the driver of the CPU runs all blocks in the calling thread. What is left of the noise (caches, clocks) only
+    ever adds, so the least of a block of calls is taken.
+
+    Parameters
+    ----------
+    count : repetitions of `measure`.
+    block_s : seconds that one block takes.
+    """
+
+    description = "processor time on one core, least of a block, caches warm"
+
+    def __init__(self, count: int = 10, block_s: float = 0.03) -> None:
+        super().__init__(count)
+        self.block_s = block_s
+
+    def _times(self, call: Callable[[], object], count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            start = time.thread_time_ns()
+            call()
+            times.append((time.thread_time_ns() - start) / 1e6)
+        return times
+
+    def block(self, call: Callable[[], object]) -> float:
+        """Least of as many calls as fit in the block, three at least."""
+        times = self._times(call, _LEAST)
+        rest = int((1e3 * self.block_s - sum(times)) / min(times))
+        return min(times + self._times(call, max(rest, 0)))
 
 
 def timer_for(device: str, count: int) -> Timer:
     """The timer for calls on ``"cuda"`` or ``"cpu"``."""
-    return ClockTimer(count) if device == "cpu" else DeviceTimer(count)
+    if device == "cpu":
+        return ClockTimer(count)
+    try:
+        return DeviceTimer(count)
+    except TimerError:
+        return EventTimer(count)

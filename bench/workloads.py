@@ -105,6 +105,13 @@ class Case:
     peers: Mapping[str, float] = field(default_factory=dict)
     reduced: bool = False
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Case:
+        """Return the case that `dataclasses.asdict` and JSON made `data` of."""
+        shapes = {name: tuple(shape) for name, shape in data["shapes"].items()}
+        lengths = None if data["lengths"] is None else tuple(data["lengths"])
+        return cls(**{**data, "shapes": shapes, "lengths": lengths})
+
     @property
     def name(self) -> str:
         """What distinguishes it from every other case."""

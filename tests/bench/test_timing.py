@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
-from qla.bench.timing import ClockTimer, DeviceTimer, Event, TimerError, busy, repetitions, summarize
+from qla.bench.timing import (
+    ClockTimer,
+    DeviceTimer,
+    Event,
+    EventTimer,
+    ProcessorTimer,
+    TimerError,
+    busy,
+    repetitions,
+    summarize,
+)
 
 FLUSH = Event("Memset (Device)", 0.0, 60.0)
 
@@ -36,7 +48,7 @@ def test_repetitions_begin_at_flushes_only() -> None:
     assert timing.device_ms == pytest.approx((1 + 50 + 2) / 1e3)
     assert (timing.q1_ms, timing.q3_ms) == (pytest.approx(52e-3), pytest.approx(54e-3))
     assert timing.kernels == pytest.approx({"Memset (Device)": 1e-3, "prepare": 20e-3, "scan": 37e-3})
-    assert (timing.wall_ms, timing.repetitions) == (0.3, 5)
+    assert (timing.wall_ms, len(timing.samples)) == (0.3, 5)
 
 
 @pytest.mark.parametrize("lost", [0, 3, 4])
@@ -58,6 +70,18 @@ def test_clock() -> None:
     assert len(calls) == 5
     assert 0 < timing.q1_ms <= timing.device_ms <= timing.q3_ms
     assert timing.wall_ms > 0
+    assert ClockTimer(3).block(lambda: time.sleep(0.002)) >= 2
+
+
+def test_slow_calls_are_repeated_less_often() -> None:
+    assert len(ClockTimer(1000).measure(lambda: time.sleep(0.02)).samples) < 101
+
+
+def test_processor_time_leaves_waiting_out() -> None:
+    timer = ProcessorTimer(3, block_s=0.01)
+    assert timer.measure(lambda: time.sleep(0.02)).device_ms < 2
+    busy_ms = timer.block(lambda: sum(range(100_000)))
+    assert 0.1 < busy_ms < 100
 
 
 @pytest.mark.gpu
@@ -71,3 +95,7 @@ def test_device_time_of_a_known_kernel() -> None:
     assert timing.device_ms == pytest.approx(timing.wall_ms, rel=0.1)
     both = timer.measure(lambda: (y.copy_(x), y.zero_()))
     assert timing.device_ms < both.device_ms < 2 * timing.device_ms
+    # Events see the launch as well, and little else of a call this long.
+    events = EventTimer(10).measure(lambda: y.copy_(x))
+    assert events.device_ms == pytest.approx(timing.device_ms, rel=0.1)
+    assert timer.block(lambda: y.copy_(x)) == pytest.approx(timing.device_ms, rel=0.1)
