@@ -37,10 +37,12 @@ def scan_abi(spec: KernelSpec, program: Program, tensor_maps: bool) -> tuple[Fie
     pointers += ["ws_rows"] if program.record else []
     pointers += ["cu_seqlens"]
     wide = [f for s in plain for f in _strides(s, axes)]
+    pointers += ["initial_state"]
     if carry:
         pointers += ["ws_carry"]
+        wide += _strides("initial", "nhkv")
     else:
-        pointers += ["initial_state", "final_state", "o"] + (["states"] if spec.saves else [])
+        pointers += ["final_state", "o"] + (["states"] if spec.saves else [])
         pointers += ["ws_starts"] if segments else []
         wide += _strides("o", "bth") + _strides("initial", "nhkv") + _strides("final", "nhkv")
     narrow = ["tokens"] + (["heads"] if any(t.by == "head" for t in sources.values()) else [])
@@ -85,8 +87,7 @@ def combine_abi() -> tuple[Field, ...]:
     """Arguments of a `combine`."""
     narrow = ["tokens", "value_heads", "has_cu_seqlens", "cu_is_int64", "sequences", "segment_chunks"]
     return (
-        *(Field(p, "ptr") for p in ("cu_seqlens", "initial_state", "ws_carry", "ws_starts")),
-        *_strides("initial", "nhkv"),
+        *(Field(p, "ptr") for p in ("cu_seqlens", "ws_carry", "ws_starts")),
         *(Field(n, "i32") for n in narrow),
     )
 

@@ -67,8 +67,9 @@ def _split(costs: Costs, spec: KernelSpec, chunks: int, segments: int, heads: in
     scan = -(-heads * segments * blocks // processors) * length * costs.scan_chunk_us + costs.launch_us
     if segments == 1:
         return Split(0, 1, scan)
-    workgroups = heads * (segments - 1) * (blocks + spec.dk // BLOCK_COLUMNS)
+    # The first segment of a sequence begins with a known state, the last one's end is not needed.
+    workgroups = heads * ((segments - 1) * blocks + (segments - 2) * (spec.dk // BLOCK_COLUMNS))
     rounds = -(-workgroups // processors)
     carry = (rounds // 2 * costs.carry_pair_chunk_us + rounds % 2 * costs.carry_chunk_us) * length + costs.launch_us
-    combine = (segments - 1) * costs.combine_step_us * -(-heads * spec.dv // COMBINE_COLUMNS // processors) + costs.launch_us
+    combine = (segments - 2) * costs.combine_step_us * -(-heads * spec.dv // COMBINE_COLUMNS // processors) + costs.launch_us
     return Split(length, segments, scan, carry, combine)

@@ -162,6 +162,7 @@ class Device:
     seed: int
     memory: list[Memory] = field(default_factory=list)
     phase: int = 0
+    processors: int = 1
     accesses: int = 0
     products: int = 0
     barriers: int = 0

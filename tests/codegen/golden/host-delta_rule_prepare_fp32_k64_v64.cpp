@@ -303,7 +303,8 @@ static void workgroup(const Args& args, int block) {
       solve_unit_lower(shared.L[team()]);
       FOR_TEAM(i, C * C / 8) {
         const Place p = image_place<C, C>(i);
-        const EightFloats x = *(const EightFloats*)(shared.L[team()] + lower_at(p.row, p.column));
+        EightFloats x = {};  // no block above the diagonal is kept
+        if (p.column / 16 <= p.row / 16) x = *(const EightFloats*)(shared.L[team()] + lower_at(p.row, p.column));
         const EightFloats beta = *(const EightFloats*)(shared.beta[team()] + p.column);
         float a[8];
         for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? x.x[e] * beta.x[e] : 0.f;
