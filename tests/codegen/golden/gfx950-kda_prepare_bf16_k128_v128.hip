@@ -380,7 +380,7 @@ struct Column { float norm; };
 
 // Slot of a chunk -> its sequence: the last one whose first slot is not after it.
 DEV Sequence sequence_of_slot(const Args& args, int slot) {
-  if (!args.has_cu_seqlens) return sequence_at(args, slot / ((args.tokens + C - 1) / C));
+  if (!args.has_cu_seqlens) return sequence_at(args, (unsigned)slot / ((unsigned)(args.tokens + C - 1) / C));
   int low = 0, high = args.sequences - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;

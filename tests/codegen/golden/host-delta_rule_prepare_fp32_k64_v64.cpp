@@ -242,7 +242,7 @@ struct Column { float G; };
 
 // Slot of a chunk -> its sequence: the last one whose first slot is not after it.
 DEV Sequence sequence_of_slot(const Args& args, int slot) {
-  if (!args.has_cu_seqlens) return sequence_at(args, slot / ((args.tokens + C - 1) / C));
+  if (!args.has_cu_seqlens) return sequence_at(args, (unsigned)slot / ((unsigned)(args.tokens + C - 1) / C));
   int low = 0, high = args.sequences - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
@@ -257,10 +257,10 @@ static void workgroup(const Args& args, int block) {
   Shared shared;
 
   // ---- the chunk and the heads of its group
-  const int group = args.value_heads / args.heads, passes = (group + TEAMS - 1) / TEAMS;
-  const int slot = block_id() / (args.heads * passes), at = block_id() % (args.heads * passes);
-  const int head = at / passes, base = head * group + at % passes * TEAMS;
-  const int count = (head + 1) * group - base < TEAMS ? (head + 1) * group - base : TEAMS;
+  const unsigned group = (unsigned)args.value_heads / (unsigned)args.heads, passes = (group + TEAMS - 1) / TEAMS;
+  const unsigned heads = args.heads * passes, at = block_id() % heads;
+  const int slot = block_id() / heads, head = at / passes, base = head * group + at % passes * TEAMS;
+  const int left = (head + 1) * (int)group - base, count = left < TEAMS ? left : TEAMS;
   const Sequence sequence = sequence_of_slot(args, slot);
   const int first = (slot - sequence.slot) * C;
   const int rows = sequence.length - first < C ? sequence.length - first : C;
