@@ -111,5 +111,6 @@ def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int) -> i
         total = max(tiles, lower) + chunk * (dk + 8) * 4 + blocks * dk * 4 + matrix * (1 + op.delta)
         total += chunk * 4 * op.delta
     else:
-        total = max(tiles, teams * lower) + teams * chunk * 4 * (2 + op.delta)
+        total = max(tiles, teams * lower) + teams * chunk * 4 * (2 * (op.gate == "head") + op.delta)
+        total += 2048 if teams > 1 else 0  # where teams turn squares of P by 90 degrees
     return -(-(total + 2 * chunk * 4) // _ALIGN) * _ALIGN

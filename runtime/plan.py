@@ -111,7 +111,8 @@ class Plan:
         self.chunk = scan.limits.chunk
         self.stages = tuple(source.spec.stage for source in sources)
         self.workspace = first.workspace
-        self.prepare_per_value_head = OPS[key.op].gate == "channel"
+        # Value heads of one q and k head that a workgroup of `prepare` takes.
+        self.prepare_heads = 1 if OPS[key.op].gate == "channel" else TARGETS[key.target].facts.get("teams", 1)
         self.splits = key.dv // scan.limits.value_columns if scan.limits.value_columns else 1
         self.state_workspace = states if key.segments else tuple((name, 0) for name, _ in states)
         buffers = (*self.workspace, *self.state_workspace)
@@ -251,7 +252,7 @@ class Layout:
         self.ragged = problem.cu_seqlens is not None
         # With cu_seqlens, sequence n starts at slot cu_seqlens[n] // chunk + n, which needs no lengths on the host.
         slots = tokens // chunk + sequences if self.ragged else batch * -(-tokens // chunk)
-        prepare_heads = value_heads if plan.prepare_per_value_head else heads
+        prepare_heads = heads * -(-value_heads // heads // plan.prepare_heads) if heads else 0
         segments = sequences
         if segment_chunks:
             rows = chunk * segment_chunks

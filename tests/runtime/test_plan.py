@@ -178,6 +178,11 @@ def test_channel_gates_prepare_per_value_head(recorder: Recorder) -> None:
     assert blocks(recorder) == [2 * 2 * 4, 2 * 4 * 2]
 
 
+def test_heads_of_a_large_group_go_to_several_blocks(recorder: Recorder) -> None:
+    launched(recorder, problem(HV=12))
+    assert blocks(recorder)[0] == 2 * 2 * 2 * 2  # chunks of both batch rows, heads, fours of six value heads
+
+
 def test_state_layout(recorder: Recorder) -> None:
     call = problem(V=64, output_final_state=True, state_v_first=True, initial_state=torch.ones(2, 4, 64, 128))
     result, _, b = launched(recorder, call)

@@ -96,6 +96,9 @@ DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t,
   return x + batch * stride_b + token * stride_t + head * stride_h;
 }
 
+struct alignas(8) TwoFloats { float x[2]; };
+struct alignas(16) EightFloats { float x[8]; };
+
 DEV float from_bf16(u16 x) { return __builtin_bit_cast(float, (u32)x << 16); }
 DEV float from_fp16(u16 x) { return __builtin_bit_cast(_Float16, x); }
 DEV float to_float(u16 x) { return from_bf16(x); }
@@ -372,14 +375,14 @@ struct Shared {
   alignas(16) float beta[C];
   float q_norm[C], k_norm[C];
 };
-struct alignas(16) EightFloats { float x[8]; };
+
 // What P and L take from a row and a column.
 struct Row { float scale, beta; };
 struct Column { float norm; };
 
 // Slot of a chunk -> its sequence: the last one whose first slot is not after it.
 DEV Sequence sequence_of_slot(const Args& args, int slot) {
-  if (!args.has_cu_seqlens) return sequence_at(args, slot / ((args.tokens + C - 1) / C));
+  if (!args.has_cu_seqlens) return sequence_at(args, (unsigned)slot / ((unsigned)(args.tokens + C - 1) / C));
   int low = 0, high = args.sequences - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
@@ -491,12 +494,13 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
       [&](int r) { return Row{args.scale * shared.q_norm[r], shared.beta[r] * shared.k_norm[r]}; },
       [&](int c) { return Column{shared.k_norm[c]}; },
       [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
-        float p[2];
+        float p[2], l[2];
         for (int e = 0; e < 2; e++) {
-          const float factor = column[e].norm;
-          p[e] = c + e <= r ? row.scale * factor * qk[e] : 0.f;
-          if (c / 16 <= r / 16) shared.L[lower_at(r, c) + e] = c + e < r ? row.beta * factor * kk[e] : 0.f;
+          const float q_factor = row.scale * column[e].norm, k_factor = row.beta * column[e].norm;
+          p[e] = c + e <= r ? q_factor * qk[e] : 0.f;
+          l[e] = c + e < r ? k_factor * kk[e] : 0.f;
         }
+        *(TwoFloats*)(shared.L + lower_at(r, c)) = TwoFloats{l[0], l[1]};
         store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
       });
   FOR_EACH(d, K) put_row(args.ws_rows, place, DECAY, row_place<K>(d), exp_(sum_of_gates(shared, d)));

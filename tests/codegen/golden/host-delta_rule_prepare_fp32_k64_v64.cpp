@@ -66,6 +66,9 @@ DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t,
   return x + batch * stride_b + token * stride_t + head * stride_h;
 }
 
+struct alignas(8) TwoFloats { float x[2]; };
+struct alignas(16) EightFloats { float x[8]; };
+
 // ---- functions without a library, relative error about 1e-7
 DEV float exp_(float x) {
   x = x < -87.f ? -87.f : x > 88.f ? 88.f : x;
@@ -140,31 +143,34 @@ DEV void store_pair(void* to, i64 i, float lo, float hi) {
 }
 
 // ---- Gram products: [C, C] = a bᵀ
-struct Square { float x[C * C]; };
-static Square gram(SharedTile<C, K>& a, SharedTile<C, K>& b) {
-  Square s;
+struct Products { float qk[C * C], kk[C * C]; };
+static void square(float* x, SharedTile<C, K>& a, SharedTile<C, K>& b) {
   float transposed[K * C];
   for (int d = 0; d < K; d++)
     for (int r = 0; r < C; r++) transposed[d * C + r] = b.x[r * K + d];
-  multiply<true, C, C>(s.x, a.x, K, 1, transposed, [](int) { return K; });
-  return s;
+  multiply<true, C, C>(x, a.x, K, 1, transposed, [](int) { return K; });
 }
-// Calls f(r, c, row(r), {column(c), column(c + 1)}, a's pair, b's pair) for pairs of neighbours of two products.
-template <class R, class S, class F> DEV void for_pairs(const Square& a, const Square& b, R row, S column, F f) {
+// 1 / ‖x‖ of the rows of two tiles, 1 unless `wanted`.
+DEV void norms(SharedTile<C, K>& q, SharedTile<C, K>& k, bool wanted, float* q_norm, float* k_norm) {
+  FOR_EACH(i, 2 * C) {
+    const int r = i % C;
+    (i < C ? q_norm : k_norm)[r] = wanted ? rsqrt_(1e-6f + row_square(i < C ? q : k, r)) : 1.f;
+  }
+}
+static Products gram(SharedTile<C, K>& q, SharedTile<C, K>& k, bool wanted, float* q_norm, float* k_norm) {
+  Products p;
+  norms(q, k, wanted, q_norm, k_norm);
+  square(p.qk, q, k);
+  square(p.kk, k, k);
+  return p;
+}
+// Calls f(r, c, row(r), {column(c), column(c + 1)}, q k, k k) for pairs of neighbours of the products.
+template <class R, class S, class F> DEV void for_pairs(Products& p, R row, S column, F f) {
   for (int r = 0; r < C; r++)
     for (int c = 0; c < C; c += 2) {
       const decltype(column(0)) columns[2] = {column(c), column(c + 1)};
-      f(r, c, row(r), columns, a.x + r * C + c, b.x + r * C + c);
+      f(r, c, row(r), columns, p.qk + r * C + c, p.kk + r * C + c);
     }
-}
-// Gates become their sums from the start on; `rest` the sums of those after each.
-DEV void sum_gates(float* G, float* rest) {
-  float sum = 0.f;
-  for (int r = C - 1; r >= 0; r--) {
-    rest[r] = sum;
-    sum += G[r];
-  }
-  for (int r = 1; r < C; r++) G[r] += G[r - 1];
 }
 
 // x (strictly lower) becomes (I + x)⁻¹, row by row.
@@ -175,6 +181,29 @@ static void solve_unit_lower(float* x) {
     for (int m = 0; m < r; m++)
       for (int c = 0; c <= m; c++) row[c] -= x[lower_at(r, m)] * x[lower_at(m, c)];
     for (int c = 0; c < C; c++) x[lower_at(r, c)] = row[c];
+  }
+}
+
+// P of a chunk, by its pairs f.
+template <class T, class R, class S, class F>
+DEV void store_matrix(T&, void* to, i64 place, Products& products, R row, S column, F f) {
+  for_pairs(products, row, column, [&](int r, int c, auto of_row, const auto* columns, float* qk, float* kk) {
+    const TwoFloats p = f(r, c, of_row, columns, qk, kk);
+    store_pair(to, place * C * C / 2 + image_pair<C, C>(r, c), p.x[0], p.x[1]);
+  });
+}
+// A of a head.
+DEV void store_inverses(float (&L)[TEAMS][LOWER], float (&betas)[TEAMS][C], int, void* to, i64 place) {
+  solve_unit_lower(L[0]);
+  sync();
+  FOR_EACH(i, C * C / 8) {
+    const Place p = image_place<C, C>(i);
+    EightFloats x = {};  // no block above the diagonal is kept
+    if (p.column / 16 <= p.row / 16) x = *(const EightFloats*)(L[0] + lower_at(p.row, p.column));
+    const EightFloats beta = *(const EightFloats*)(betas[0] + p.column);
+    float a[8];
+    for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? x.x[e] * beta.x[e] : 0.f;
+    store_eight(to, place * C * C / 8 + i, a);
   }
 }
 
@@ -204,17 +233,17 @@ struct Shared {
     struct { SharedTile<C, K> q, k; };  // tokens of the chunk, zero after the sequence's end
     alignas(16) float L[TEAMS][LOWER];  // once their products are known
   };
-  alignas(16) float G[TEAMS][C], rest[TEAMS][C], beta[TEAMS][C];
+  alignas(16) float beta[TEAMS][C];
   float q_norm[C], k_norm[C];
 };
-struct alignas(16) EightFloats { float x[8]; };
+
 // What P and L take from a row and a column.
-struct Row { float G, scale, beta; };
-struct Column { float G, norm; };
+struct Row { float G, beta; };
+struct Column { float G; };
 
 // Slot of a chunk -> its sequence: the last one whose first slot is not after it.
 DEV Sequence sequence_of_slot(const Args& args, int slot) {
-  if (!args.has_cu_seqlens) return sequence_at(args, slot / ((args.tokens + C - 1) / C));
+  if (!args.has_cu_seqlens) return sequence_at(args, (unsigned)slot / ((unsigned)(args.tokens + C - 1) / C));
   int low = 0, high = args.sequences - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
@@ -229,7 +258,10 @@ static void workgroup(const Args& args, int block) {
   Shared shared;
 
   // ---- the chunk and the heads of its group
-  const int slot = block_id() / args.heads, head = block_id() % args.heads, group = args.value_heads / args.heads;
+  const unsigned group = (unsigned)args.value_heads / (unsigned)args.heads, passes = (group + TEAMS - 1) / TEAMS;
+  const unsigned heads = args.heads * passes, at = block_id() % heads;
+  const int slot = block_id() / heads, head = at / passes, base = head * group + at % passes * TEAMS;
+  const int left = (head + 1) * (int)group - base, count = left < TEAMS ? left : TEAMS;
   const Sequence sequence = sequence_of_slot(args, slot);
   const int first = (slot - sequence.slot) * C;
   const int rows = sequence.length - first < C ? sequence.length - first : C;
@@ -238,81 +270,67 @@ static void workgroup(const Args& args, int block) {
   const number* q = rows_of((const number*)args.q, sequence.batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
   const number* k = rows_of((const number*)args.k, sequence.batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
 
-  for (int base = head * group; base < (head + 1) * group; base += TEAMS) {
-    const int count = (head + 1) * group - base < TEAMS ? (head + 1) * group - base : TEAMS;
-    const int value_head = base + team();
-    const i64 place = (i64)slot * args.value_heads + value_head;
-    float *const G = shared.G[team()], *const rest = shared.rest[team()];
+  const int value_head = base + team();
+  const i64 place = (i64)slot * args.value_heads + value_head;
 
-    // ---- the tiles; meanwhile, a team to a value head, G = sums of the gates from the chunk's start, `rest` those to
-    //      its end
-    load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
-    load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
-    if (team() < count) {
-      const i64 beta = sequence.batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h;
-      FOR_TEAM(r, C) {
-        shared.beta[team()][r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
-        G[r] = 0.f;
-      }
-      sync_team();
-      sum_gates(G, rest);
+  // ---- the tiles; meanwhile, a team to a value head, G = sums of the gates from the chunk's start, `rest` those to
+  //      its end, as logarithms to the base 2
+  load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
+  load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
+  if (team() < count) {
+    const i64 beta = sequence.batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h;
+    FOR_TEAM(r, C) {
+      shared.beta[team()][r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
     }
-    sync_tiles();
-    FOR_EACH(i, 2 * C) {
-      const int r = i % C;
-      const float norm = args.flags & L2NORM ? rsqrt_(1e-6f + row_square(i < C ? shared.q : shared.k, r)) : 1.f;
-      (i < C ? shared.q_norm : shared.k_norm)[r] = norm;
-    }
-    sync();
-
-    // ---- K Kᵀ and Q Kᵀ, once for these heads
-    const Square QK = gram(shared.q, shared.k), KK = gram(shared.k, shared.k);
-
-    // ---- the factors of the chain's rows
-    if (team() < count) {
-      FOR_TEAM(r, C) {
-        const float in = exp_(G[r]);
-        put_half_row(args.ws_rows, place, MINUS_IN, row_place<C>(r), -in * shared.k_norm[r]);
-        put_half_row(args.ws_rows, place, LEFT, row_place<C>(r), exp_(rest[r]) * shared.k_norm[r]);
-        put_row(args.ws_rows, place, OUT, row_place<C>(r), args.scale * in * shared.q_norm[r]);
-      }
-    }
-    sync();
-
-    // ---- P and L of these heads
-    for (int t = 0; t < count; t++) {
-      const i64 place = (i64)slot * args.value_heads + base + t;
-      for_pairs(
-          QK, KK,
-          [&](int r) { return Row{shared.G[t][r], args.scale * shared.q_norm[r], shared.beta[t][r] * shared.k_norm[r]}; },
-          [&](int c) { return Column{shared.G[t][c], shared.k_norm[c]}; },
-          [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
-            float p[2];
-            for (int e = 0; e < 2; e++) {
-              const float factor = column[e].norm * exp_(row.G - column[e].G);
-              p[e] = c + e <= r ? row.scale * factor * qk[e] : 0.f;
-              if (c / 16 <= r / 16) shared.L[t][lower_at(r, c) + e] = c + e < r ? row.beta * factor * kk[e] : 0.f;
-            }
-            store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
-          });
-    }
-    sync();
-
-    // ---- A = (I + L)⁻¹ diag(b), a head to a team
-    if (team() < count) {
-      solve_unit_lower(shared.L[team()]);
-      FOR_TEAM(i, C * C / 8) {
-        const Place p = image_place<C, C>(i);
-        EightFloats x = {};  // no block above the diagonal is kept
-        if (p.column / 16 <= p.row / 16) x = *(const EightFloats*)(shared.L[team()] + lower_at(p.row, p.column));
-        const EightFloats beta = *(const EightFloats*)(shared.beta[team()] + p.column);
-        float a[8];
-        for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? x.x[e] * beta.x[e] : 0.f;
-        store_eight(args.ws_a, place * C * C / 8 + i, a);
-      }
-    }
-    sync();
   }
+  sync_tiles();
+
+  // ---- Q Kᵀ and K Kᵀ, once for these heads, and 1 / ‖q‖ and 1 / ‖k‖, which are folded into them
+  Products products = gram(shared.q, shared.k, args.flags & L2NORM, shared.q_norm, shared.k_norm);
+  sync();
+  for_pairs(
+      products,
+      [&](int r) { return TwoFloats{args.scale * shared.q_norm[r], shared.k_norm[r]}; },
+      [&](int c) { return shared.k_norm[c]; },
+      [&](int, int, TwoFloats row, const float* column, float* qk, float* kk) {
+        for (int e = 0; e < 2; e++) {
+          qk[e] *= row.x[0] * column[e];
+          kk[e] *= row.x[1] * column[e];
+        }
+      });
+
+  // ---- the factors of the chain's rows
+  if (team() < count) {
+    FOR_TEAM(r, C) {
+      const float in = 1.f;
+      put_half_row(args.ws_rows, place, MINUS_IN, row_place<C>(r), -in * shared.k_norm[r]);
+      put_half_row(args.ws_rows, place, LEFT, row_place<C>(r), shared.k_norm[r]);
+      put_row(args.ws_rows, place, OUT, row_place<C>(r), args.scale * in * shared.q_norm[r]);
+    }
+  }
+
+  // ---- P and L of these heads
+  const i64 first_place = (i64)slot * args.value_heads + base;
+  for (int t = 0; t < count; t++) {
+    store_matrix(
+        shared, args.ws_p, first_place + t, products,
+        [&](int r) { return Row{0.f, shared.beta[t][r]}; },
+        [&](int c) { return Column{0.f}; },
+        [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
+          float p[2], l[2];
+          for (int e = 0; e < 2; e++) {
+            const float q_factor = 1.f, k_factor = row.beta;
+            p[e] = c + e <= r ? q_factor * qk[e] : 0.f;
+            l[e] = c + e < r ? k_factor * kk[e] : 0.f;
+          }
+          *(TwoFloats*)(shared.L[t] + lower_at(r, c)) = TwoFloats{l[0], l[1]};
+          return TwoFloats{p[0], p[1]};
+        });
+  }
+  sync();
+
+  // ---- A = (I + L)⁻¹ diag(b)
+  store_inverses(shared.L, shared.beta, count, args.ws_a, first_place);
 }
 
 extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k64_v64(const Args* args, int begin, int end) {
