@@ -213,15 +213,12 @@ class Device:
             raise ExecutionError(f"{source.entry} for {self.target}, seed {self.seed}: {launch.message.decode()}")
 
     def _divide_workspace(self, source: Source, blocks: int, arguments: dict[str, Any]) -> None:
-        """Put the buffers of the workspace in place of the whole; `prepare` runs a workgroup per chunk and head."""
+        """Put the buffers of the workspace in place of the whole; `prepare` runs a workgroup per chunk and value head."""
         if source.spec.stage != "prepare":
             return
-        channel = source.spec.features.gate == "channel"
-        heads = arguments["value_heads" if channel else "heads"]
         for name, size in source.workspace:
-            bytes_ = blocks // heads * arguments["value_heads"] * size
             pointer = WORKSPACE_PREFIX + name
-            self.memory.append(writable(pointer, arguments[pointer], bytes_))
+            self.memory.append(writable(pointer, arguments[pointer], blocks * size))
 
     def stream(self) -> int:
         """There is one."""
