@@ -50,6 +50,7 @@ class Recorder:
     launches: list[tuple[str, int, int, dict[str, Any]]] = field(default_factory=list)
     encoded: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]] = field(default_factory=list)
     captures: bool = False
+    processors: int = 132
     during: Callable[[], None] | None = None
 
     def load(self, binary: bytes, source: Source) -> Any:

@@ -30,6 +30,7 @@ struct Args {
   void* initial_state;
   void* final_state;
   void* o;
+  void* ws_starts;
   i64 o_stride_b;
   i64 o_stride_t;
   i64 o_stride_h;
@@ -46,6 +47,8 @@ struct Args {
   int value_heads;
   int has_cu_seqlens;
   int cu_is_int64;
+  int sequences;
+  int segment_chunks;
 };
 
 constexpr int C = 64;  // tokens of a chunk
@@ -63,6 +66,36 @@ DEV Sequence sequence_at(const Args& args, int n) {
   if (!args.has_cu_seqlens) return {n, 0, args.tokens, n * ((args.tokens + C - 1) / C)};
   const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
   return {0, start, end - start, start / C + n};
+}
+// A segment of a sequence: its rows, and whether the sequence starts or ends with it. There is none where `rows.length` is
+// negative.
+struct Segment {
+  Sequence rows;
+  int n_sequence;
+  bool first, last;
+};
+// The number of a sequence's first segment.
+DEV int first_segment(const Args& args, int n) {
+  const int tokens = C * args.segment_chunks;
+  return args.has_cu_seqlens ? clamp(boundary(args, n), 0, args.tokens) / tokens + n : n * ((args.tokens + tokens - 1) / tokens);
+}
+DEV Segment segment_at(const Args& args, int segment) {
+  if (!args.segment_chunks) return {sequence_at(args, segment), segment, true, true};
+  int low = 0, high = args.sequences - 1;  // the last sequence whose first segment is not after it
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (first_segment(args, middle) <= segment) low = middle;
+    else high = middle - 1;
+  }
+  const int tokens = C * args.segment_chunks, before = (segment - first_segment(args, low)) * tokens;
+  Sequence rows = sequence_at(args, low);
+  rows.start += before;
+  rows.slot += before / C;
+  rows.length -= before;
+  const bool first = before == 0, last = rows.length <= tokens;
+  if (!last) rows.length = tokens;
+  else if (!first && rows.length <= 0) rows.length = -1;
+  return {rows, low, first, last};
 }
 // The rows of a head, from a token on.
 template <class T>
@@ -461,8 +494,10 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   // ---- what this workgroup works on
   constexpr int SPLITS = V / (64 * STREAMS);
   const int split = blockIdx.x % SPLITS, value_head = blockIdx.x / SPLITS % args.value_heads;
-  const int n_sequence = blockIdx.x / SPLITS / args.value_heads;
-  const Sequence sequence = sequence_at(args, n_sequence);
+  const int n_segment = blockIdx.x / SPLITS / args.value_heads;
+  const Segment segment = segment_at(args, n_segment);
+  if (segment.rows.length < 0) return;
+  const Sequence sequence = segment.rows;
   const int chunks = (sequence.length + C - 1) / C;
 
   // ---- rings and barriers
@@ -600,7 +635,6 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
   HalfRows<64> left;
   HalfRows<64> minus_in;
   FloatRows<64> out;
-
   const u32 output = shared + OUTPUT + stream * 8192;
   u32 output_phase = 1;
   auto store_rows = [&](const Operand<C>& x, int) {
@@ -610,9 +644,11 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
     __syncwarp();
     barrier_arrive_if(output_full + 8 * stream, lane == 0);
   };
-
-  if (args.initial_state) {
-    const float* from = (const float*)args.initial_state + n_sequence * args.initial_stride_n + value_head * args.initial_stride_h;
+  if (!segment.first) {
+    const float* from = (const float*)args.ws_starts + ((i64)n_segment * args.value_heads + value_head) * K * V + column;
+    for_each(S, [&](i64 k, i64 v, float& x) { x = from[k * V + v]; });
+  } else if (args.initial_state) {
+    const float* from = (const float*)args.initial_state + segment.n_sequence * args.initial_stride_n + value_head * args.initial_stride_h;
     for_each(S, [&](i64 k, i64 v, float& x) { x = from[k * args.initial_stride_k + (column + v) * args.initial_stride_v]; });
   } else {
     for_each(S, [&](int, int, float& x) { x = 0.f; });
@@ -725,11 +761,10 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
     // O to memory
     store_rows(Or, n);
   }
-  if (args.final_state) {
-    int block = blockIdx.x / SPLITS;
-    asm volatile("" : "+r"(block));  // as in for_each
-    float* to = (float*)args.final_state + block / args.value_heads * args.final_stride_n +
-                block % args.value_heads * args.final_stride_h;
+  if (args.final_state && segment.last) {
+    int value_head_ = value_head, n_sequence = segment.n_sequence;
+    asm volatile("" : "+r"(value_head_), "+r"(n_sequence));  // as in for_each
+    float* to = (float*)args.final_state + n_sequence * args.final_stride_n + value_head_ * args.final_stride_h;
     for_each(S, [&](i64 k, i64 v, float x) { to[k * args.final_stride_k + (column + v) * args.final_stride_v] = x; });
   }
 }
