@@ -42,8 +42,10 @@ TARGET = Target(
         # before the state update: a shared-memory load issued while it runs waits some 250 cycles.
         Schedule(
             name="skewed",
-            order=("Vr", "land P", "S", "O", ">save", ">Sr", ">U", "out", "store", ">QS", ">V", ">rows", ">decay",
-                   ">land A", ">W", ">V2"),
+            order=(
+                *("Vr", "land P", "S", "O", ">save", ">Sr", ">U", "out", "store", ">QS", ">V", ">rows", ">decay"),
+                *(">land A", ">W", ">V2"),
+            ),
             rings=_RINGS,
             unroll=3,
         ),

@@ -1,4 +1,4 @@
-"""Sequences in segments, whatever the planner thinks of it, against the recurrence and against the call in one piece."""
+"""Sequences in segments, whatever the planner thinks of it, against the recurrence and the call in one piece."""
 
 from __future__ import annotations
 

@@ -12,7 +12,10 @@ from qla.bench import cost
 from qla.bench.inputs import tensors
 from qla.bench.reference import recurrence
 from qla.bench.report import geometric_mean
-from qla.bench.workloads import OPS, Case, load, select
+from qla.bench.workloads import CHUNK, OPS, Case, load, select
+from qla.codegen.explain import Explanation
+from qla.codegen.planner import CallShape, split
+from qla.codegen.render import render
 
 
 def first(op: str, name: str, dtype: str = "bf16", seed: str = "001") -> Case:

@@ -142,13 +142,13 @@ def changed_scan(old: str, new: str) -> dict[str, str]:
     ("template", "old", "new", "spec"),
     [
         ("kernels/scan.j2", 'tile("Q", "q", C, K)', 'tile("Q", "q", C, Keys)', SCAN),
-        ("kernels/scan.j2", "if gate == \"head\" }}", "if gates == \"head\" }}", SCAN),
+        ("kernels/scan.j2", 'if gate == "head" }}', 'if gates == "head" }}', SCAN),
         ("tile/sm_90a_scan.j2", "__launch_bounds__({{ threads }}, ", "__launch_bounds__({{ treads }}, ", SCAN),
         ("tile/sm_90a.j2", "typedef u16 number;  // {{ dtype }}", "typedef u16 number;  // {{ type }}", SCAN),
         (
             "kernels/prepare.j2",
-            "{%- set channel = gate == \"channel\" %}",
-            "{%- set channel = gait == \"channel\" %}",
+            '{%- set channel = gate == "channel" %}',
+            '{%- set channel = gait == "channel" %}',
             KernelSpec("kda", "prepare", "bf16", 128, 128, "host"),
         ),
     ],

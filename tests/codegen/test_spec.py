@@ -20,7 +20,7 @@ def spec(**changes: Any) -> KernelSpec:
     ("changes", "error", "said"),
     [
         ({"op": "softmax"}, UnsupportedError, "op: got softmax; supported: one of gated_delta_rule"),
-        ({"stage": "backward"}, UnsupportedError, "stage: got backward; supported: one of prepare, carry, combine, scan"),
+        ({"stage": "backward"}, UnsupportedError, "got backward; supported: one of prepare, carry, combine, scan"),
         ({"dtype": "fp32"}, UnsupportedError, "dtype: got fp32; supported: bf16, fp16 on sm_90a"),
         ({"dv": 96}, UnsupportedError, "dv: got 96"),
         ({"target": "sm_80"}, UnsupportedError, "target: got sm_80; supported: one of sm_90a"),
@@ -32,7 +32,7 @@ def spec(**changes: Any) -> KernelSpec:
         ({"stage": "combine", "dv": 64, "loads": "strided"}, UnsupportedError, "supported: prepare and scan; segments"),
         ({"stage": "carry", "dv": 64, "saves": True}, UnsupportedError, "saves=True on sm_90a"),
         ({"stage": "carry", "dv": 64, "target": "gfx950"}, UnsupportedError, "saves=False on gfx950"),
-        ({"stage": "carry", "dv": 64, "schedule": "skewed"}, UnsupportedError, "skewed for carry; supported: the stage"),
+        ({"stage": "carry", "dv": 64, "schedule": "skewed"}, UnsupportedError, "skewed for carry; supported: the"),
         ({"stage": "prepare", "schedule": "serial"}, UnsupportedError, "serial for prepare; supported: the stage scan"),
         ({"schedule": "fastest"}, ScheduleError, "sm_90a has no schedule `fastest`; it has serial, "),
         ({"target": "gfx950", "schedule": "skewed"}, ScheduleError, "gfx950 has no schedule `skewed`; it has serial"),
