@@ -202,9 +202,10 @@ def _predict(
     us: dict[Stage, float] = {"scan": rounds * length * costs.scan_chunk_us + costs.launch_us}
     if not segment_chunks:
         return us
-    # Two workgroups of `carry` run on a processor at the same time, which takes longer than one. The last segment has
-    # none: nothing comes after it.
-    pairs, single = divmod(-(-heads * (segments - 1) * ((scan.dk + scan.dv) // columns) // processors), 2)
+    # Two workgroups of `carry` may run on a processor at the same time, which takes longer than one. The last segment
+    # has none: nothing comes after it.
+    rounds = -(-heads * (segments - 1) * ((scan.dk + scan.dv) // columns) // processors)
+    pairs, single = divmod(rounds, 2) if scan.features.gate in costs.carry_pairs else (0, rounds)
     us["carry"] = (pairs * costs.carry_pair_chunk_us + single * costs.carry_chunk_us) * length + costs.launch_us
     rounds = -(-heads * (scan.dv // COMBINE_COLUMNS) // processors)
     us["combine"] = rounds * (segments - 1) * costs.combine_step_us + costs.launch_us

@@ -37,6 +37,7 @@ class Costs:
     ----------
     scan_chunk_us : of a chunk of a `scan` that has a processor for itself.
     carry_chunk_us, carry_pair_chunk_us : of a chunk of a `carry` alone on a processor, and of two of them.
+    carry_pairs : gate kinds with which two of them fit on a processor.
     combine_step_us : of a segment of `combine`.
     launch_us : of a kernel more.
     prepare_us : of a (chunk, value head) of a `prepare` with K = 128 on one processor, by (delta, gate), and by the
@@ -47,6 +48,7 @@ class Costs:
     scan_chunk_us: float
     carry_chunk_us: float
     carry_pair_chunk_us: float
+    carry_pairs: tuple[str, ...]
     combine_step_us: float
     launch_us: float
     prepare_us: Mapping[tuple[bool, str], Mapping[int, float]]

@@ -13,6 +13,7 @@ _COSTS = Costs(
     scan_chunk_us=1.0,
     carry_chunk_us=0.66,
     carry_pair_chunk_us=1.0,
+    carry_pairs=("none", "head"),
     combine_step_us=1.2,
     launch_us=3.5,
     prepare_us={

@@ -156,6 +156,15 @@ def test_numbers_of_a_call_in_segments_by_hand() -> None:
     assert (prepare.bytes, prepare.flops, scan.flops) == (whole[0].bytes, whole[0].flops, whole[1].flops)
 
 
+def test_two_workgroups_of_carry_share_a_processor_where_they_fit() -> None:
+    for op, gdn in (("gated_delta_rule", True), ("delta_rule", True), ("kda", False)):
+        # 3 segments of 8 value heads with 4 column blocks: 96 workgroups on 48, and on 32 processors.
+        shape = replace(LONG, op=op, tokens=64 * 40)
+        two, three = (split(shape, "sm_90a", processors, 10).us["carry"] for processors in (48, 32))
+        assert two == pytest.approx(10 * (1.0 if gdn else 2 * 0.66) + 3.5)
+        assert three == pytest.approx(10 * (1.66 if gdn else 3 * 0.66) + 3.5)
+
+
 @pytest.mark.parametrize(
     ("op", "group", "item"),
     [
