@@ -22,6 +22,7 @@ from qla.errors import (
 if TYPE_CHECKING:
     from qla.chunk_ops import DeltaNetChunkFwd, GLAChunkFwd
     from qla.ops import chunk_delta_rule, chunk_gated_delta_rule, chunk_gla, chunk_kda
+    from qla.planning import explain
 
     __version__: str
 
@@ -32,6 +33,7 @@ _HOMES = {
     "chunk_gla": "qla.ops",
     "DeltaNetChunkFwd": "qla.chunk_ops",
     "GLAChunkFwd": "qla.chunk_ops",
+    "explain": "qla.planning",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gla",
     "chunk_kda",
+    "explain",
 ]
 
 

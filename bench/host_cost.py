@@ -30,6 +30,8 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 class FakeDriver:
     """Takes launches as the CUDA driver does, and makes none."""
 
+    processors = 132
+
     def load(self, binary: bytes, source: Source) -> None:
         """Nothing to load."""
 
@@ -134,8 +136,8 @@ def main() -> None:
     layout._fill(blocks, own)
 
     def launches() -> None:
-        layout.launch(kernels[0], counts[0], blocks.first, stream)
-        layout.launch(kernels[1], counts[1], blocks.second, stream)
+        for kernel, count, block in zip(kernels, counts, blocks.all, strict=True):
+            layout.launch(kernel, count, block, stream)
 
     parts: list[tuple[str, Callable[[], object], int]] = [
         ("public call", public, 1),
@@ -146,8 +148,8 @@ def main() -> None:
         ("    all else (Layout.run)", lambda: layout.run(addresses), 1),
         ("      o and final_state", lambda: (layout.empty(*layout.o), layout.empty(*final)), 1),
         ("      workspace", lambda: layout.release(layout.allocate(layout.workspace_bytes, stream)), 1),
-        ("      filling both blocks", lambda: layout._fill(blocks, own), 1),
-        ("      two launches", launches, 1),
+        ("      filling the argument blocks", lambda: layout._fill(blocks, own), 1),
+        (f"      {len(kernels)} launches", launches, 1),
     ]
     name = torch.cuda.get_device_name() if GPU else "no GPU: launches nothing"
     print(f"us per call, {options.batches} batches of {options.calls} calls ({name})\n{'':42s}     min  median")

@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from qla.codegen.ops import OPS
-from qla.codegen.spec import HEAD_DIMS, Dtype, KernelSpec, Loads, Stage
+from qla.codegen.spec import HEAD_DIMS, STAGES, Dtype, KernelSpec, Loads, Stage
 from qla.errors import QlaError, UnsupportedError
 from qla.targets import TARGETS
 
@@ -62,7 +62,7 @@ def emit(
     dk: Annotated[int, typer.Option(help=f"Head dim of q and k, one of {HEAD_DIMS}.")] = 128,
     dv: Annotated[int, typer.Option(help=f"Head dim of v, one of {HEAD_DIMS}.")] = 128,
     target: Annotated[str, typer.Option(help=f"One of: {', '.join(TARGETS)}.")] = "sm_90a",
-    stage: Annotated[str, typer.Option(help="prepare, scan, or all for both.")] = "all",
+    stage: Annotated[str, typer.Option(help="prepare, carry, combine or scan; all for prepare and scan.")] = "all",
     loads: Annotated[str, typer.Option(help="tile (16-byte aligned rows) or strided (any strides).")] = "tile",
     saves: Annotated[bool, typer.Option("--saves", help="Also write chunk states and the factors w, u and A.")] = False,
     schedule: Annotated[str, typer.Option(help="Of scan; see `list`. Default: the target's first.")] = "",
@@ -78,14 +78,14 @@ def emit(
     from qla.codegen.emit import build_commands, write
     from qla.codegen.render import render
 
-    if stage not in ("prepare", "scan", "all"):
-        raise UnsupportedError("--stage", stage, "prepare, scan, all")
+    if stage not in (*STAGES, "all"):
+        raise UnsupportedError("--stage", stage, f"{', '.join(STAGES)}, all")
     stages: tuple[Stage, ...] = ("prepare", "scan") if stage == "all" else (cast(Stage, stage),)
     # A schedule is an order of scan's steps: with both stages it is meant for scan.
     specs = [
         KernelSpec(
             *(op, s, cast(Dtype, dtype), dk, dv, target, cast(Loads, loads), saves),
-            schedule if s == "scan" or stage == "prepare" else "",
+            schedule if s == "scan" or stage != "all" else "",
         ).canonical()
         for s in stages
     ]
@@ -143,6 +143,51 @@ def _target_facts() -> dict[str, Any]:
         }
         for name, target in TARGETS.items()
     }
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Option(help=f"One of: {', '.join(OPS)}.")],
+    tokens: Annotated[int, typer.Option(help="T, of each row.")],
+    heads: Annotated[int, typer.Option(help="Of q and k.")],
+    value_heads: Annotated[int, typer.Option(help="Of v, a multiple of heads. Default: as many.")] = 0,
+    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    sequences: Annotated[int, typer.Option(help="Packed into one row of tokens. Default: none are.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of q, k, v and o: bf16, fp16; on host fp32 too.")] = "bf16",
+    dk: Annotated[int, typer.Option(help=f"Head dim of q and k, one of {HEAD_DIMS}.")] = 128,
+    dv: Annotated[int, typer.Option(help=f"Head dim of v, one of {HEAD_DIMS}.")] = 128,
+    target: Annotated[str, typer.Option(help=f"One of: {', '.join(TARGETS)}.")] = "sm_90a",
+    loads: Annotated[str, typer.Option(help="tile (16-byte aligned rows) or strided (any strides).")] = "tile",
+    saves: Annotated[bool, typer.Option("--saves", help="Also write chunk states and the factors w, u and A.")] = False,
+    processors: Annotated[
+        int | None, typer.Option(help="Multiprocessors, compute units or cores. Default: the target's usual device.")
+    ] = None,
+) -> None:
+    """Show how a call of these shapes runs: launches, segments, bytes, FLOPs, predicted times, and the reason.
+
+    Predicted times come from measured ones, and only there are any.
+    """
+    from qla.codegen.explain import Explanation
+    from qla.codegen.planner import CallShape, plan_call
+
+    if target not in TARGETS:
+        raise UnsupportedError("--target", target, ", ".join(TARGETS))
+    sizes = (dk, dv, batch, tokens, heads, value_heads or heads, sequences)
+    shape = CallShape(op, cast(Dtype, dtype), *sizes, cast(Loads, loads), saves)
+    available = TARGETS[target].processors if processors is None else processors
+    explanation = Explanation(plan_call(shape, target, available))
+    console = _wide_console()
+    call, chains, reason = explanation.notes()
+    console.print(f"{escape(call)}\n{escape(chains)}", highlight=False, soft_wrap=True)
+    (first, *rest), *rows = explanation.table()
+    table = Table()
+    table.add_column(first, no_wrap=True)
+    for name in rest:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(escape(reason), highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -142,7 +142,7 @@ def _mark(environment: jinja2.Environment, source: str) -> tuple[str, list[int]]
 def _rendered(template: jinja2.Template, op: str, saves: bool) -> dict[int, str]:
     """The text that each line renders to, of lines that render to some."""
     features = OPS[op]
-    text = template.render(delta=features.delta, gate=features.gate, saves=saves)
+    text = template.render(delta=features.delta, gate=features.gate, saves=saves, outputs=True)
     pieces = _MARK.split(text)
     found: dict[int, str] = {}
     for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):

@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations, product
 from typing import Any, cast
 
 from qla.codegen.ops import OPS
-from qla.codegen.spec import HEAD_DIMS, SEGMENT_STAGES, Dtype, KernelSpec, Loads, Stage
-from qla.targets import TARGETS, Schedule
+from qla.codegen.spec import HEAD_DIMS, Dtype, KernelSpec, Loads
+from qla.targets import TARGETS
 
-_STAGES: tuple[Stage, ...] = ("prepare", "scan")
 _Pair = tuple[tuple[int, Any], tuple[int, Any]]
 
 
 def full(target: str) -> list[KernelSpec]:
     """Every supported kernel of a target, each once (as its canonical spec), in a fixed order.
 
-    The runtime takes the default schedule. The others are there to be measured: they are listed for one dtype and the
-    largest head dims.
+    The runtime takes the default schedule, with or without segments. The other schedules are there to be measured: they
+    are listed for one dtype and the largest head dims.
     """
-    specs = dict.fromkeys(_default_schedule(target))
-    specs.update(dict.fromkeys(_segments(target)))
-    for schedule in TARGETS[target].schedules[1:]:
-        specs.update(dict.fromkeys(_other_schedule(target, schedule)))
-    return list(specs)
-
-
-def _default_schedule(target: str) -> list[KernelSpec]:
     facts = TARGETS[target]
-    return [
-        KernelSpec(op, stage, cast(Dtype, dtype), dk, dv, target, cast(Loads, loads), saves).canonical()
-        for op, stage, dtype, dk, dv, loads, saves in product(
-            OPS, _STAGES, facts.dtypes, HEAD_DIMS, HEAD_DIMS, facts.loads, (False, True)
+    scans = [
+        KernelSpec(op, "scan", cast(Dtype, dtype), dk, dv, target, cast(Loads, loads), saves)
+        for op, dtype, dk, dv, loads, saves in product(
+            OPS, facts.dtypes, HEAD_DIMS, HEAD_DIMS, facts.loads, (False, True)
         )
         if OPS[op].saves or not saves
     ]
-
-
-def _segments(target: str) -> list[KernelSpec]:
-    facts = TARGETS[target]
-    scans = [
-        KernelSpec(op, "scan", cast(Dtype, dtype), dim, dim, target)
-        for op, dtype, dim in product(OPS, facts.dtypes, HEAD_DIMS)
-    ]
-    return [replace(scan, stage=stage).canonical() for scan in scans if scan.divisible for stage in SEGMENT_STAGES]
-
-
-def _other_schedule(target: str, schedule: Schedule) -> list[KernelSpec]:
-    facts = TARGETS[target]
+    kernels = [kernel for scan in scans for kernel in scan.kernels()]
+    kernels += [kernel for scan in scans if scan.divisible for kernel in scan.kernels(segments=True)]
     dtype, dim = cast(Dtype, facts.dtypes[0]), HEAD_DIMS[-1]
-    return [KernelSpec(op, "scan", dtype, dim, dim, target, schedule=schedule.name) for op in OPS]
+    for schedule in facts.schedules[1:]:
+        kernels += [KernelSpec(op, "scan", dtype, dim, dim, target, schedule=schedule.name) for op in OPS]
+    return list(dict.fromkeys(kernels))
 
 
 def pairwise(target: str) -> list[KernelSpec]:

@@ -1,75 +1,217 @@
-"""How many segments a sequence is split into: a function of shapes and of the target's measured costs alone."""
+"""How a call is run: into how many segments its sequences are split, and with which launches.
+
+`plan_call` is a pure function of shapes and of a target's data. It is given no tensors, so it reads no values: a call
+with other sequence lengths in `cu_seqlens` is planned the same, and nothing waits for a device. What explains a choice
+to people (bytes, operations, the time of `prepare`, which no choice changes) is in `qla.codegen.explain`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qla.codegen.spec import BLOCK_COLUMNS, COMBINE_COLUMNS, KernelSpec
-from qla.targets import TARGETS
-from qla.targets.base import Costs
+from qla.codegen.spec import COMBINE_COLUMNS, Dtype, KernelSpec, Loads, Stage
+from qla.errors import UnsupportedError
+from qla.targets import TARGETS, Costs
 
 MOST_SEGMENTS = 64
 
 
 @dataclass(frozen=True)
-class Split:
-    """A way of splitting sequences, and the time that is predicted for it.
+class CallShape:
+    """All of a call that planning looks at.
 
     Parameters
     ----------
-    segment_chunks : chunks of a segment; 0 where sequences are not split.
-    segments : of a sequence.
-    scan_us, carry_us, combine_us : predicted times of the stages, in microseconds.
+    op, dtype, dk, dv, loads, saves : as in `KernelSpec`.
+    batch, tokens : B and T of q `[B, T, H, K]` and v `[B, T, HV, V]`.
+    heads, value_heads : H and HV, a multiple of H.
+    sequences : packed into the one row of tokens (B = 1); 0 where there is no `cu_seqlens`, and each row is one.
+
+    Raises
+    ------
+    UnsupportedError
+        A number that no call has, or that leaves nothing to run. What `KernelSpec` refuses is refused by `plan_call`.
     """
 
-    segment_chunks: int
-    segments: int
-    scan_us: float
-    carry_us: float = 0.0
-    combine_us: float = 0.0
+    op: str
+    dtype: Dtype
+    dk: int
+    dv: int
+    batch: int
+    tokens: int
+    heads: int
+    value_heads: int
+    sequences: int = 0
+    loads: Loads = "tile"
+    saves: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "tokens", "heads", "value_heads"):
+            if getattr(self, name) < 1:
+                raise UnsupportedError(name, getattr(self, name), "1 or more")
+        if self.value_heads % self.heads:
+            raise UnsupportedError("value_heads", self.value_heads, f"a multiple of heads = {self.heads}")
+        if self.sequences < 0:
+            raise UnsupportedError("sequences", self.sequences, "the number of packed sequences, or 0 for none")
+        if self.sequences and self.batch != 1:
+            raise UnsupportedError("batch", self.batch, "1 with packed sequences")
 
     @property
-    def us(self) -> float:
-        """Predicted time of all of them."""
-        return self.scan_us + self.carry_us + self.combine_us
+    def chains(self) -> int:
+        """Sequences, each of which is a chain of chunks for every value head."""
+        return self.sequences or self.batch
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence; of an even split where they are packed, since lengths are not known."""
+        return -(-self.tokens // self.sequences) if self.sequences else self.tokens
+
+    def places(self, tokens: int) -> int:
+        """Pieces of so many tokens, enough for every split into that many sequences.
+
+        With `cu_seqlens`, sequence n starts at place ``cu_seqlens[n] // tokens + n``: no length is needed for that.
+        """
+        return self.tokens // tokens + self.sequences if self.sequences else self.batch * -(-self.tokens // tokens)
 
 
-def plan_split(spec: KernelSpec, tokens: int, sequences: int, value_heads: int, processors: int) -> Split:
-    """The split with the least predicted time.
+@dataclass(frozen=True)
+class Choice:
+    """How a call is run.
 
     Parameters
     ----------
-    spec : of the call's `scan`.
-    tokens : of all sequences; they are taken to be of equal length, since lengths are not known to the host.
-    sequences, value_heads : their numbers.
-    processors : multiprocessors (compute units) of the device.
+    shape, target, processors : what was asked.
+    segment_chunks : chunks of a segment; 0 where sequences are not split.
+    us : predicted microseconds of the stages whose time depends on that; empty where nothing was measured.
     """
-    costs = TARGETS[spec.target].costs
-    chunk = TARGETS[spec.target].chunk[spec.features.gate]
-    chunks = -(-(-(-tokens // sequences)) // chunk)
-    if costs is None:
-        return Split(0, 1, 0.0)
-    best = _split(costs, spec, chunks, 1, sequences * value_heads, processors)
-    if not spec.divisible:
-        return best
-    for segments in range(2, min(MOST_SEGMENTS, chunks // 2) + 1):
-        split = _split(costs, spec, chunks, segments, sequences * value_heads, processors)
-        if split.us < best.us:
-            best = split
-    return best
+
+    shape: CallShape
+    target: str
+    processors: int
+    segment_chunks: int
+    us: Mapping[Stage, float]
+
+    @property
+    def scan(self) -> KernelSpec:
+        """The kernel that walks the chunks."""
+        return _scan(self.shape, self.target)
+
+    @property
+    def kernels(self) -> tuple[KernelSpec, ...]:
+        """In the order of their launches."""
+        return self.scan.kernels(segments=bool(self.segment_chunks))
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return TARGETS[self.target].chunk[self.scan.features.gate]
+
+    @property
+    def chunks(self) -> int:
+        """Of the longest sequence."""
+        return -(-self.shape.longest // self.chunk)
+
+    @property
+    def segments(self) -> int:
+        """Of the longest sequence."""
+        return -(-self.chunks // self.segment_chunks) if self.segment_chunks else 1
+
+    @property
+    def slots(self) -> int:
+        """Chunks that the workspace has room for."""
+        return self.shape.places(self.chunk)
+
+    @property
+    def segment_slots(self) -> int:
+        """Segments that workgroups and the workspace have room for; sequences where they are not split."""
+        rows = self.chunk * self.segment_chunks
+        return self.shape.places(rows) if rows else self.shape.chains
+
+    @property
+    def workgroups(self) -> tuple[int, ...]:
+        """Of each launch."""
+        shape, columns = self.shape, _columns(self.scan)
+        # A workgroup of `prepare` takes some value heads of one q and k head.
+        group = shape.value_heads // shape.heads if shape.heads else 0
+        teams = 1 if self.scan.features.gate == "channel" else TARGETS[self.target].facts.get("teams", 1)
+        counts = {
+            "prepare": self.slots * shape.heads * -(-group // teams),
+            "carry": self.segment_slots * shape.value_heads * ((shape.dv + shape.dk) // columns),
+            "combine": shape.chains * shape.value_heads * (shape.dv // COMBINE_COLUMNS),
+            "scan": self.segment_slots * shape.value_heads * (shape.dv // columns),
+        }
+        return tuple(counts[spec.stage] for spec in self.kernels)
 
 
-def _split(costs: Costs, spec: KernelSpec, chunks: int, segments: int, heads: int, processors: int) -> Split:
-    length = -(-chunks // segments)
-    segments = -(-chunks // length)
-    blocks = spec.dv // BLOCK_COLUMNS
-    # Decides for two workgroups of `carry` on a processor, which together take longer than one.
-    scan = -(-heads * segments * blocks // processors) * length * costs.scan_chunk_us + costs.launch_us
-    if segments == 1:
-        return Split(0, 1, scan)
-    # The first segment of a sequence begins with a known state, the last one's end is not needed.
-    workgroups = heads * ((segments - 1) * blocks + (segments - 2) * (spec.dk // BLOCK_COLUMNS))
-    rounds = -(-workgroups // processors)
-    carry = (rounds // 2 * costs.carry_pair_chunk_us + rounds % 2 * costs.carry_chunk_us) * length + costs.launch_us
-    combine = (segments - 2) * costs.combine_step_us * -(-heads * spec.dv // COMBINE_COLUMNS // processors) + costs.launch_us
-    return Split(length, segments, scan, carry, combine)
+def plan_call(shape: CallShape, target: str, processors: int) -> Choice:
+    """The split with the least predicted time; of equals that with the fewest segments.
+
+    Nothing is split where nothing was measured. Packed sequences are taken to be of equal length.
+
+    Parameters
+    ----------
+    shape : of the call.
+    target : key of `qla.targets.TARGETS`.
+    processors : multiprocessors, compute units or cores of the device.
+
+    Raises
+    ------
+    UnsupportedError
+        The target has no kernels for this.
+    """
+    return min(choices(shape, target, processors), key=lambda choice: sum(choice.us.values()))
+
+
+def choices(shape: CallShape, target: str, processors: int) -> list[Choice]:
+    """What `plan_call` chooses from: not split, then segments from long to short."""
+    whole = split(shape, target, processors)
+    most = min(MOST_SEGMENTS, whole.chunks // 2) if whole.us and whole.scan.divisible else 1
+    lengths = dict.fromkeys(-(-whole.chunks // segments) for segments in range(2, most + 1))
+    return [whole, *(split(shape, target, processors, length) for length in lengths)]
+
+
+def split(shape: CallShape, target: str, processors: int, segment_chunks: int = 0) -> Choice:
+    """The call with segments of so many chunks, whatever time that takes; 0 does not split sequences."""
+    if processors < 1:
+        raise UnsupportedError("processors", processors, "1 or more")
+    scan = _scan(shape, target)
+    costs = TARGETS[target].costs
+    if costs is None or shape.loads != "tile" or shape.saves:
+        return Choice(shape, target, processors, segment_chunks, {})
+    chunks = -(-shape.longest // TARGETS[target].chunk[scan.features.gate])
+    us = _predict(costs, scan, shape.chains * shape.value_heads, chunks, segment_chunks, processors)
+    return Choice(shape, target, processors, segment_chunks, us)
+
+
+def _scan(shape: CallShape, target: str) -> KernelSpec:
+    return KernelSpec(shape.op, "scan", shape.dtype, shape.dk, shape.dv, target, shape.loads, shape.saves)
+
+
+def _columns(scan: KernelSpec) -> int:
+    """Value columns of a workgroup of `scan`."""
+    target = TARGETS[scan.target]
+    columns = target.columns(scan.dv)
+    return columns * min(target.schedules[0].streams, scan.dv // columns)
+
+
+def _predict(
+    costs: Costs, scan: KernelSpec, heads: int, chunks: int, segment_chunks: int, processors: int
+) -> dict[Stage, float]:
+    """Times of the stages with so many sequences times value heads; chunks of `scan` go one after the other."""
+    length = segment_chunks or chunks
+    segments, columns = -(-chunks // length), _columns(scan)
+    workgroups = heads * segments * (scan.dv // columns)
+    chunk_us = costs.scan_chunk_us + (costs.scan_full_chunk_us - costs.scan_chunk_us) * min(1, workgroups / processors)
+    us: dict[Stage, float] = {"scan": -(-workgroups // processors) * length * chunk_us + costs.launch_us}
+    if not segment_chunks:
+        return us
+    # Two workgroups of `carry` may run on a processor at the same time, which takes longer than one. The last segment
+    # has none: nothing comes after it. The first one starts from a known state and has those of values only.
+    carries = (segments - 1) * (scan.dv // columns) + (segments - 2) * (scan.dk // columns)
+    rounds = -(-heads * carries // processors)
+    pairs, single = divmod(rounds, 2) if scan.features.gate in costs.carry_pairs else (0, rounds)
+    us["carry"] = (pairs * costs.carry_pair_chunk_us + single * costs.carry_chunk_us) * length + costs.launch_us
+    rounds = -(-heads * (scan.dv // COMBINE_COLUMNS) // processors)
+    us["combine"] = rounds * (segments - 2) * costs.combine_step_us + costs.launch_us
+    return us

@@ -135,7 +135,8 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
     abi = scan_abi(spec, program, target.asynchronous)
     threads = target.scan_threads(streams)
     rows = sorted({chunk, chunk // 2, spec.dk} & {16, 32, 64, 128})
-    text = environment().get_template(f"tile/{target.vocabulary}_scan.j2").render(
+    template = environment().get_template(f"tile/{target.vocabulary}_scan.j2")
+    text = template.render(
         **context,
         abi=abi,
         program=program,
@@ -157,9 +158,7 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
         ring_of_V=next((r.name for r in chain.rings if "V" in r.tiles), ""),
         wgmma_rows=rows,
     )
-    workspace = tuple(
-        (t.source, t.rows * t.cols * element) for t in program.tiles.values() if t.workspace
-    )
+    workspace = tuple((t.source, t.rows * t.cols * element) for t in program.tiles.values() if t.workspace)
     workspace += (("rows", record_bytes),) if program.record else ()
     if not outputs:
         workspace += segment_workspace(spec)[:1]
@@ -170,9 +169,8 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
 def _render_combine(spec: KernelSpec, target: Target, context: dict[str, Any]) -> Source:
     abi, columns = combine_abi(), COMBINE_COLUMNS
     shared_bytes = 4 * spec.dk * (2 * spec.dk + columns)
-    text = environment().get_template(f"tile/{target.vocabulary}_combine.j2").render(
-        **context, abi=abi, columns=columns, shared_bytes=shared_bytes
-    )
+    template = environment().get_template(f"tile/{target.vocabulary}_combine.j2")
+    text = template.render(**context, abi=abi, columns=columns, shared_bytes=shared_bytes)
     limits = Limits(spec.dk, shared_bytes, columns, context["C"])
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, segment_workspace(spec))
 
@@ -191,7 +189,8 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
     shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, pad, teams)
     if 0 < target.shared_limit < shared_bytes:
         raise ScheduleError(f"{shared_bytes} bytes of shared memory exceed the target's {target.shared_limit}")
-    text = environment().get_template("kernels/prepare.j2").render(
+    template = environment().get_template("kernels/prepare.j2")
+    text = template.render(
         **context,
         abi=abi,
         vocabulary=f"tile/{target.vocabulary}.j2",

@@ -19,9 +19,8 @@ FieldKind = Literal["tensormap", "ptr", "i64", "i32", "f32"]
 STAGES: tuple[Stage, ...] = ("prepare", "carry", "combine", "scan")
 SEGMENT_STAGES: tuple[Stage, ...] = ("carry", "combine")
 HEAD_DIMS = (64, 128)
-BLOCK_COLUMNS = 64  # of a workgroup of `carry`
 COMBINE_COLUMNS = 8  # of a workgroup of `combine`
-_DIVISIBLE = "a delta op, K = V, rows of 16 bytes, nothing saved, and a target with segments"
+DIVISIBLE = "a delta op, K = V, loads=tile, saves=False, and a target with segments"
 SUFFIX = {"cuda": ".cu", "hip": ".hip", "c++": ".cpp"}  # of a source file, by language
 FIELD_BYTES: dict[str, int] = {"tensormap": 128, "ptr": 8, "i64": 8, "i32": 4, "f32": 4}
 
@@ -34,7 +33,7 @@ class KernelSpec:
     ----------
     op : key of `qla.codegen.ops.OPS`, e.g. ``"gated_delta_rule"``.
     stage : ``"prepare"`` (parallel over chunks) or ``"scan"`` (the chain over chunks); where sequences are split into
-        segments also ``"carry"`` (what each segment makes of a state) and ``"combine"`` (the state at each one's start).
+        segments also ``"carry"`` (what each segment makes of a state) and ``"combine"`` (the state where each begins).
     dtype : of q, k, v and o.
     dk, dv : head dims of q/k and of v.
     target : key of `qla.targets.TARGETS`.
@@ -82,8 +81,9 @@ class KernelSpec:
             saving = ", ".join(name for name, op in OPS.items() if op.saves)
             raise UnsupportedError("saves", f"True for {self.op}", f"the ops {saving}")
         if self.stage in SEGMENT_STAGES and not self.divisible:
-            what = f"{self.op} with K = {self.dk}, V = {self.dv}, loads={self.loads}, saves={self.saves} on {self.target}"
-            raise UnsupportedError("stage", f"{self.stage} for {what}", "prepare and scan; segments need " + _DIVISIBLE)
+            options = f"K = {self.dk}, V = {self.dv}, loads={self.loads}, saves={self.saves}"
+            what = f"{self.stage} for {self.op} with {options} on {self.target}"
+            raise UnsupportedError("stage", what, f"prepare and scan; segments need {DIVISIBLE}")
         if self.schedule and self.stage != "scan":
             raise UnsupportedError("schedule", f"{self.schedule} for {self.stage}", "the stage scan")
         known = [schedule.name for schedule in target.schedules]
@@ -116,9 +116,10 @@ class KernelSpec:
         plain = self.loads == "tile" and not self.saves and self.dk == self.dv
         return TARGETS[self.target].segments and self.features.delta and plain
 
-    def stages(self, segments: bool = False) -> tuple[Stage, ...]:
-        """The stages of a call, in the order of their launches."""
-        return STAGES if segments else ("prepare", "scan")
+    def kernels(self, segments: bool = False) -> tuple[KernelSpec, ...]:
+        """The kernels of a call with this `scan`, as canonical specs in the order of their launches."""
+        stages = STAGES if segments else ("prepare", "scan")
+        return tuple(replace(self, stage=s, schedule=self.schedule * (s == "scan")).canonical() for s in stages)
 
     @property
     def features(self) -> Op:

@@ -1,6 +1,6 @@
-"""Launch plans: from a `Problem` to two launches, with everything that can be known beforehand known beforehand.
+"""Launch plans: from a `Problem` to its launches, with everything that can be known beforehand known beforehand.
 
-A `Plan` holds what the choice of kernels determines: the two loaded kernels of an op on a device. A `Layout` adds what
+A `Plan` holds what the choice of kernels determines: the loaded kernels of an op on a device. A `Layout` adds what
 shapes, strides and flags determine: block counts, workspace offsets and argument blocks with all scalars in place. A
 warm call looks its layout up, allocates outputs and workspace, writes addresses and launches. Nothing is read from the
 device and nothing waits for it.
@@ -12,20 +12,20 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from qla.codegen.abi import segment_workspace
 from qla.codegen.ops import OPS
-from qla.codegen.planner import plan_split
-from qla.codegen.spec import BLOCK_COLUMNS, COMBINE_COLUMNS, Dtype, KernelSpec, Source
+from qla.codegen.planner import CallShape, Choice, plan_call
+from qla.codegen.spec import Dtype, KernelSpec, Loads, Source
 from qla.errors import CaptureError, LaunchError, UnsupportedError
 from qla.runtime.arguments import MAPS, POINTERS, WORKSPACE_PREFIX, ArgumentBlock, Packer, contiguous_strides, scalars
-from qla.runtime.drivers import Driver, device_target, driver_for, tileable
+from qla.runtime.drivers import Driver, device_target, driver_for, loads_of
 from qla.runtime.problem import Problem, Result
-from qla.targets import TARGETS
 
 __all__ = ["Layout", "Plan", "PlanKey", "layouts", "run"]
 
@@ -36,7 +36,6 @@ _ALIGNMENT = 1024  # of workspace buffers
 _MAX_BLOCKS = (1 << 31) - 1
 _LAYOUTS_KEPT = 1024
 
-Loads = Literal["tile", "strided"]
 #: By the signature of a call; none for a call with nothing to launch. Read by the public functions, which spare a warm
 #: call even `run`; written by `run` alone.
 layouts: dict[Any, Layout] = {}
@@ -86,7 +85,7 @@ class PlanKey:
     def specs(self) -> tuple[KernelSpec, ...]:
         """The specs of the kernels, in the order of their launches."""
         scan = KernelSpec(self.op, "scan", self.dtype, self.dk, self.dv, self.target, self.loads, self.saves)
-        return tuple(replace(scan, stage=stage).canonical() for stage in scan.stages(self.segments))
+        return scan.kernels(self.segments)
 
 
 class Plan:
@@ -109,11 +108,7 @@ class Plan:
         states = segment_workspace(scan.spec)
         self.key, self.driver = key, driver
         self.chunk = scan.limits.chunk
-        self.stages = tuple(source.spec.stage for source in sources)
         self.workspace = first.workspace
-        # Value heads of one q and k head that a workgroup of `prepare` takes.
-        self.prepare_heads = 1 if OPS[key.op].gate == "channel" else TARGETS[key.target].facts.get("teams", 1)
-        self.splits = key.dv // scan.limits.value_columns if scan.limits.value_columns else 1
         self.state_workspace = states if key.segments else tuple((name, 0) for name, _ in states)
         buffers = (*self.workspace, *self.state_workspace)
         self.supply = (*POINTERS, *MAPS, *(WORKSPACE_PREFIX + name for name, _ in buffers))
@@ -136,35 +131,41 @@ def fetch_binary(source: Source) -> bytes:
     return default_store().get(source).data
 
 
-def plan_for(problem: Problem, sequences: int) -> tuple[Plan, int]:
-    """The plan of a call, built, compiled and loaded where this is the first of its kind, and the chunks of a segment."""
+def choose(problem: Problem, sequences: int) -> Choice:
+    """How a call is run; that follows from what `signature` looks at, so once for a `Layout` is enough."""
     q, v = problem.q, problem.v
     if q.dtype not in DTYPES:
         raise UnsupportedError("q", q.dtype, ", ".join(str(d) for d in DTYPES))
     target = device_target(q.device)
-    # The host reads any strides, so it has no second kernel for them.
-    tiles = "strided" not in TARGETS[target].loads or all(tileable(t) for t in (q, problem.k, v))
-    loads: Loads = "tile" if tiles else "strided"
-    dk, dv, device = q.shape[-1], v.shape[-1], q.get_device()
-    scan = KernelSpec(problem.op, "scan", DTYPES[q.dtype], dk, dv, target, loads, problem.saves)
-    tokens, processors = q.shape[0] * q.shape[1], driver_for(target, device).processors
-    split = plan_split(scan, tokens, sequences, v.shape[2], processors)
-    key = PlanKey(scan.op, scan.dtype, dk, dv, target, device, loads, problem.saves, split.segments > 1)
+    loads = loads_of(target, (q, problem.k, v))
+    packed = 0 if problem.cu_seqlens is None else sequences
+    (batch, tokens, heads, dk), (value_heads, dv) = q.shape, v.shape[2:]
+    call = (problem.op, DTYPES[q.dtype], dk, dv, batch, tokens, heads, value_heads)
+    shape = CallShape(*call, packed, loads, problem.saves)
+    return plan_call(shape, target, driver_for(target, q.get_device()).processors)
+
+
+def plan_for(choice: Choice, index: int) -> Plan:
+    """The kernels of a choice on a device, built, compiled and loaded where this is the first call to take them."""
+    call = choice.shape
+    which = (call.op, call.dtype, call.dk, call.dv, choice.target, index, call.loads, call.saves)
+    key = PlanKey(*which, segments=bool(choice.segment_chunks))
     plan = _plans.get(key)
     if plan is None:
         with _lock:
             plan = _plans.get(key)
             if plan is None:
                 plan = _plans[key] = _new_plan(key)
-    return plan, split.segment_chunks
+    return plan
 
 
 def _new_plan(key: PlanKey) -> Plan:
     driver = driver_for(key.target, key.device)
     if driver.capturing():
         raise CaptureError(
-            f"the kernels of {key.op} ({key.dtype}, K = {key.dk}, V = {key.dv}) are not loaded, and nothing may be "
-            f"compiled or loaded inside a graph capture: run this call once before capturing"
+            f"the kernels of {key.op} ({key.dtype}, K = {key.dk}, V = {key.dv}, sequences "
+            f"{'split into segments' if key.segments else 'not split'}, which follows from shapes) are not loaded, and "
+            "nothing may be compiled or loaded inside a graph capture: run this call once before capturing"
         )
     return Plan(key, driver, [render_source(spec) for spec in key.specs()])
 
@@ -181,11 +182,10 @@ def _new_layout(problem: Problem) -> Layout | None:
     sequences = batch if problem.cu_seqlens is None else problem.cu_seqlens.numel() - 1
     if not (batch and tokens and sequences and problem.v.shape[2]):
         return None
-    guard = _on_device(problem.q.get_device())
-    if guard is None:
-        return Layout(*plan_for(problem, sequences), problem, sequences)
-    with guard:
-        return Layout(*plan_for(problem, sequences), problem, sequences)
+    index = problem.q.get_device()
+    with _on_device(index) or nullcontext():
+        choice = choose(problem, sequences)
+        return Layout(plan_for(choice, index), problem, choice)
 
 
 def _empty(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
@@ -240,30 +240,14 @@ class Layout:
     Parameters
     ----------
     plan : the kernels.
-    segment_chunks : chunks of a segment; 0 where sequences are not split.
     problem : a call of this layout; its tensors are not kept.
-    sequences : number of sequences.
+    choice : how it is run.
     """
 
-    def __init__(self, plan: Plan, segment_chunks: int, problem: Problem, sequences: int) -> None:
-        batch, tokens, heads = problem.q.shape[:3]
-        value_heads = problem.v.shape[2]
-        chunk, driver = plan.chunk, plan.driver
+    def __init__(self, plan: Plan, problem: Problem, choice: Choice) -> None:
+        driver, sequences, value_heads = plan.driver, choice.shape.chains, choice.shape.value_heads
         self.ragged = problem.cu_seqlens is not None
-        # With cu_seqlens, sequence n starts at slot cu_seqlens[n] // chunk + n, which needs no lengths on the host.
-        slots = tokens // chunk + sequences if self.ragged else batch * -(-tokens // chunk)
-        prepare_heads = heads * -(-value_heads // heads // plan.prepare_heads) if heads else 0
-        segments = sequences
-        if segment_chunks:
-            rows = chunk * segment_chunks
-            segments = tokens // rows + sequences if self.ragged else batch * -(-tokens // rows)
-        counts = {
-            "prepare": slots * prepare_heads,
-            "carry": segments * value_heads * (plan.splits + plan.key.dk // BLOCK_COLUMNS),
-            "combine": sequences * value_heads * (plan.key.dv // COMBINE_COLUMNS),
-            "scan": segments * value_heads * plan.splits,
-        }
-        self.blocks = tuple(counts[stage] for stage in plan.stages)
+        self.blocks = choice.workgroups
         if max(self.blocks) > _MAX_BLOCKS:
             raise UnsupportedError("q", tuple(problem.q.shape), f"at most {_MAX_BLOCKS} workgroups per launch")
         self.plan, self.launch, self.stream = plan, driver.launch, driver.stream
@@ -283,14 +267,14 @@ class Layout:
         offsets, position = [], 0
         for _, size in plan.workspace:
             offsets.append(position)
-            position += -(-slots * value_heads * size // _ALIGNMENT) * _ALIGNMENT
+            position += -(-choice.slots * value_heads * size // _ALIGNMENT) * _ALIGNMENT
         for _, size in plan.state_workspace:
             offsets.append(position)
-            position += segments * value_heads * size
+            position += choice.segment_slots * value_heads * size
         self.offsets = tuple(offsets)
         # torch aligns to less than what the buffers need.
         self.workspace_bytes = position + _ALIGNMENT if position else 0
-        shared = scalars(problem, slots, sequences, segment_chunks)
+        shared = scalars(problem, choice.slots, sequences, choice.segment_chunks)
         self.templates = tuple(packer.template(shared) for packer in plan.packers)
         # Blocks not in use by a call. Threads take and return them; the count settles at that of concurrent calls.
         self.free: deque[_Blocks] = deque()

@@ -31,21 +31,29 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured times in microseconds, from which a call is planned.
+    """Measured times in microseconds, from which a call is planned and its time predicted.
 
     Parameters
     ----------
-    scan_chunk_us : of a chunk of a `scan` that has a processor for itself.
+    scan_chunk_us, scan_full_chunk_us : of a chunk of a `scan`, alone on the device and where each processor has one.
     carry_chunk_us, carry_pair_chunk_us : of a chunk of a `carry` alone on a processor, and of two of them.
+    carry_pairs : gate kinds with which two of them fit on a processor.
     combine_step_us : of a segment of `combine`.
     launch_us : of a kernel more.
+    prepare_us : of a (chunk, value head) of a `prepare` with K = 128 on one processor, by (delta, gate), and by the
+        number of value heads that share keys and queries from which on it takes that long.
+    bandwidth : of memory, in bytes per microsecond.
     """
 
     scan_chunk_us: float
+    scan_full_chunk_us: float
     carry_chunk_us: float
     carry_pair_chunk_us: float
+    carry_pairs: tuple[str, ...]
     combine_step_us: float
     launch_us: float
+    prepare_us: Mapping[tuple[bool, str], Mapping[int, float]]
+    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class Target:
     build : shell commands, one a line, each of which builds a rendered source whose file is called ``{name}``.
     chunk : tokens of a chunk, by gate kind.
     schedules : for `scan`, the default first.
+    processors : multiprocessors, compute units or cores of the usual device, where none is at hand to be asked.
     flags : handed to the compiler; part of the kernel id.
     facts : instruction shapes and other numbers that the vocabulary reads.
     segments : a sequence can be split among workgroups of `scan`.
@@ -91,6 +100,7 @@ class Target:
     schedules: tuple[Schedule, ...]
     flags: tuple[str, ...]
     build: str
+    processors: int = 1
     facts: Mapping[str, Any] = field(default_factory=dict)
     segments: bool = False
     costs: Costs | None = None

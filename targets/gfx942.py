@@ -17,6 +17,7 @@ TARGET = Target(
     # Chunks of 32 where gates are per channel: keys come in two forms, and with 64 tokens neither stage fits in LDS.
     chunk={"none": 64, "head": 64, "channel": 32},
     schedules=SCHEDULES,
+    processors=304,
     flags=FLAGS,
     build=build("gfx942"),
     facts={

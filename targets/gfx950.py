@@ -16,6 +16,7 @@ TARGET = Target(
     block_columns=32,
     chunk={"none": 64, "head": 64, "channel": 64},
     schedules=SCHEDULES,
+    processors=256,
     flags=FLAGS,
     build=build("gfx950"),
     facts={

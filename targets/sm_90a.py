@@ -8,6 +8,24 @@ _RINGS = {"K Kt V rows": 3, "Q": 3, "A": 3, "P": 3}
 # Nothing runs on from one chunk into the next, so the compiler needs no extra waits: measured faster than "skewed".
 _SERIAL = ("save", "Sr", "U", "QS", "V", "rows", "W", "V2", "decay", "Vr", "O", "S", "out", "store", "await")
 
+# On an H200.
+_COSTS = Costs(
+    scan_chunk_us=0.88,
+    scan_full_chunk_us=1.0,
+    carry_chunk_us=0.64,
+    carry_pair_chunk_us=0.96,
+    carry_pairs=("none", "head"),
+    combine_step_us=2.0,
+    launch_us=5.0,
+    prepare_us={
+        (True, "head"): {1: 4.0, 2: 2.6, 4: 1.76},
+        (True, "none"): {1: 3.4, 2: 2.2, 4: 1.5},
+        (True, "channel"): {1: 6.9},
+        (False, "channel"): {1: 4.1},
+    },
+    bandwidth=4.3e6,
+)
+
 TARGET = Target(
     name="sm_90a",
     language="cuda",
@@ -26,8 +44,10 @@ TARGET = Target(
         # before the state update: a shared-memory load issued while it runs waits some 250 cycles.
         Schedule(
             name="skewed",
-            order=("Vr", "land P", "S", "O", ">save", ">Sr", ">U", "out", "store", ">QS", ">V", ">rows", ">decay",
-                   ">land A", ">W", ">V2"),
+            order=(
+                *("Vr", "land P", "S", "O", ">save", ">Sr", ">U", "out", "store", ">QS", ">V", ">rows", ">decay"),
+                *(">land A", ">W", ">V2"),
+            ),
             rings=_RINGS,
             unroll=3,
         ),
@@ -36,7 +56,8 @@ TARGET = Target(
     build="nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -ftz=true -o {name}.cubin {name}.cu",
     # Chain warpgroup, load warp, store warp: a workgroup has one column block.
     # In `prepare`, each of the four warps inverts the matrix of a value head (with channel gates there is one head).
-    segments=True,
-    costs=Costs(scan_chunk_us=1.0, carry_chunk_us=0.66, carry_pair_chunk_us=1.0, combine_step_us=1.2, launch_us=3.5),
     facts={"scan_threads": {1: 192}, "teams": 4},
+    processors=132,
+    segments=True,
+    costs=_COSTS,
 )

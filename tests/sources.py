@@ -23,12 +23,12 @@ SKEWED = replace(
 )
 
 
-def declare(op: str, saves: bool = False, dk: int = 128) -> Program:
+def declare(op: str, saves: bool = False, dk: int = 128, outputs: bool = True) -> Program:
     """What the scan template declares for an op."""
     program, features = Program(), OPS[op]
     environment().get_template("kernels/scan.j2").render(
-        delta=features.delta, gate=features.gate, saves=saves, loads="tile", C=64, K=dk, V=64, columns=64,
-        tile=program.tile, vector=program.vector, register=program.register, step=program.step,
+        delta=features.delta, gate=features.gate, saves=saves, outputs=outputs, loads="tile", C=64, K=dk, V=64,
+        columns=64, tile=program.tile, vector=program.vector, register=program.register, step=program.step,
     )  # fmt: skip
     return program
 

@@ -5,29 +5,26 @@ Nothing here imports a vendor's package before the first kernel of that vendor i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 
-from qla.codegen.spec import Source
+from qla.codegen.spec import Loads, Source
 from qla.errors import UnsupportedError
 from qla.runtime.arguments import ArgumentBlock
 from qla.targets import TARGETS
 
-__all__ = ["Driver", "device_target", "driver_for", "tileable"]
+__all__ = ["Driver", "device_target", "driver_for", "loads_of", "tileable"]
 
 
 class Driver(Protocol):
-    """What a launch plan needs of a device. One instance serves one device.
+    """What a launch plan needs of a device. One instance serves one device."""
 
-    Attributes
-    ----------
-    processors : its multiprocessors or compute units; threads of the CPU.
-    """
-
-    processors: int
+    @property
+    def processors(self) -> int:
+        """How many workgroups the device runs at the same time, one on each multiprocessor, compute unit or core."""
 
     def load(self, binary: bytes, source: Source) -> Any:
         """Load a compiled kernel; the returned handle keeps it loaded."""
@@ -60,6 +57,11 @@ def tileable(tensor: torch.Tensor) -> bool:
         stride * size for extent, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if extent > 1
     )
     return all(step and step % 16 == 0 and step < 1 << 40 for step in steps)
+
+
+def loads_of(target: str, tensors: Iterable[torch.Tensor]) -> Loads:
+    """How a target's kernels load q, k and v that lie like this: a CPU reads any strides with its one kernel."""
+    return "tile" if "strided" not in TARGETS[target].loads or all(map(tileable, tensors)) else "strided"
 
 
 @cache

@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -57,11 +57,15 @@ class CudaDriver:
             what = f"CuPy, which launches the CUDA kernels, cannot be imported ({error})"
             raise LaunchError(f"{what}; {install_hint('cuda13', 'cuda12')}") from error
         self.index = index
-        self.processors: int = torch.cuda.get_device_properties(index).multi_processor_count
         self._api: Any = driver
         self._launch: Callable[..., None] = driver.launchKernel
         self._error: type[Exception] = driver.CUDADriverError
         self.stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, index)
+
+    @cached_property
+    def processors(self) -> int:
+        """Multiprocessors of the device."""
+        return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
 
     def load(self, binary: bytes, source: Source) -> CudaKernel:
         """Load a cubin into the primary context, which is the one that torch uses."""

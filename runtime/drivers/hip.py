@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ class HipDriver:
             what = f"hip-python, which launches the HIP kernels, cannot be imported ({error})"
             raise LaunchError(f"{what}; {install_hint('rocm')}") from error
         self.index = index
-        self.processors: int = torch.cuda.get_device_properties(index).multi_processor_count
         self._api: Any = hip
         self._launch: Callable[..., Any] = hip.hipModuleLaunchKernel
         self._success: Any = hip.hipError_t.hipSuccess
@@ -58,6 +58,11 @@ class HipDriver:
         if status != self._success:
             raise LaunchError(f"{what} on device {self.index}: {getattr(status, 'name', status)}")
         return results[0] if results else None
+
+    @cached_property
+    def processors(self) -> int:
+        """Compute units of the device."""
+        return int(torch.cuda.get_device_properties(self.index).multi_processor_count)
 
     def load(self, binary: bytes, source: Source) -> HipKernel:
         """Load a code object on the current device."""

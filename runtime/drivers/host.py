@@ -41,7 +41,10 @@ class HostKernel:
 class HostDriver:
     """Driver of the CPU."""
 
-    processors = os.cpu_count() or 1
+    @property
+    def processors(self) -> int:
+        """Cores that this process may use."""
+        return _cores()
 
     def load(self, binary: bytes, source: Source) -> HostKernel:
         """Load a shared object from memory, or from a private temporary file where that is not possible."""

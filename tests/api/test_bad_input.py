@@ -43,6 +43,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 class FakeDriver:
     """A driver that counts launches."""
 
+    processors = 4
+
     def __init__(self) -> None:
         self.launches = 0
 

@@ -246,9 +246,7 @@ def test_gates(name: str, gate: str, T: int, device: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("borders", [-1e4, -float("inf")], ids=["-1e4", "-inf"])
 @pytest.mark.parametrize("name", [GDN, KDA, GLA])
-def test_gates_that_clear_the_state_at_borders(
-    name: str, borders: float, device: str, dtype: torch.dtype
-) -> None:
+def test_gates_that_clear_the_state_at_borders(name: str, borders: float, device: str, dtype: torch.dtype) -> None:
     """Weak gates beside ones so strong that a sum of both would lose the weak."""
     a = inputs.make(name, T=150, H=1, HV=2, dtype=dtype, device=device, gate="long", seed=9, state=True)
     a["g"][:, 20:60] = borders

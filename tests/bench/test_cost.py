@@ -12,7 +12,10 @@ from qla.bench import cost
 from qla.bench.inputs import tensors
 from qla.bench.reference import recurrence
 from qla.bench.report import geometric_mean
-from qla.bench.workloads import OPS, Case, load, select
+from qla.bench.workloads import CHUNK, OPS, Case, load, select
+from qla.codegen.explain import Explanation
+from qla.codegen.planner import CallShape, split
+from qla.codegen.render import render
 
 
 def first(op: str, name: str, dtype: str = "bf16", seed: str = "001") -> Case:
@@ -55,6 +58,36 @@ def test_decoding_is_bound_by_memory_or_latency() -> None:
     limits = cost.Ceilings(4.3, 805, "")
     assert cost.floor(first("GDNFwd", "q35-gva-decode-b512"), limits).bound == "mem"
     assert cost.floor(first("GDNFwd", "decode-b1"), limits).bound == "lat"
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "seed", "ours"),
+    [
+        ("GDNFwd", "tp8-4096", "h200", "gated_delta_rule"),
+        ("GDNFwd", "35b-8x1024", "h200", "gated_delta_rule"),
+        ("GLAFwd", "prefill-2k", "001", "gla"),
+        ("DeltaNetFwd", "prefill-3000", "001", "delta_rule"),
+        ("DeltaNetChunkFwd", "train-2k", "001", "delta_rule"),
+        ("GLAChunkFwd", "train-2k", "001", "gla"),
+        ("KDAFwd", "kda-tp1-4x8192", "001", "kda"),
+    ],
+)
+def test_an_explanation_counts_the_same(op: str, name: str, seed: str, ours: str) -> None:
+    """The same operations; and the same bytes, beside those that two kernels hand over or both read."""
+    case = first(op, name, seed=seed)
+    assert not {"initial_state", "A_log", "dt_bias"} & case.shapes.keys()
+    d, packed, saves = case.dims, len(case.lengths or ()), OPS[op].saves
+    shape = CallShape(ours, "bf16", d.dk, d.dv, d.batch, d.tokens, d.heads, d.value_heads, packed, "tile", saves)
+    explanation = Explanation(split(shape, "sm_90a", 132))
+    assert explanation.flops == cost.chunk_flops(case)
+    prepare, scan = (render(launch.spec) for launch in explanation.launches)
+    names = [{f.name.removesuffix("_map") for f in source.abi} for source in (prepare, scan)]
+    again = names[0] & names[1] & {"q", "k", "v"}
+    qkv = {"q": d.heads * d.dk, "k": d.heads * d.dk, "v": d.value_heads * d.dv}
+    chunks = sum(-(-length // CHUNK) for length in case.sequence_lengths())
+    twice = 2 * chunks * d.value_heads * sum(size for _, size in prepare.workspace)
+    twice += 2 * d.batch * d.tokens * sum(qkv[n] for n in again) + 8 * (packed + 1) * bool(packed)
+    assert explanation.bytes == cost.moved_bytes(case) + twice
 
 
 def test_ceilings_are_found_by_name() -> None:

@@ -34,6 +34,13 @@ SPECS += [
     KernelSpec("delta_rule", "scan", "bf16", 128, 128, "sm_90a", saves=True),
     KernelSpec("gla", "scan", "fp16", 128, 64, "sm_90a", saves=True),
 ]
+CARRIES = [
+    KernelSpec("gated_delta_rule", "carry", "bf16", 128, 128, "sm_90a"),
+    KernelSpec("delta_rule", "carry", "fp16", 128, 128, "sm_90a"),
+    KernelSpec("kda", "carry", "bf16", 128, 128, "sm_90a"),
+    KernelSpec("gated_delta_rule", "carry", "bf16", 64, 64, "sm_90a"),
+]
+SPECS += CARRIES
 
 
 @dataclass(frozen=True)
@@ -107,12 +114,14 @@ def products_of_a_chunk(spec: KernelSpec) -> Counter[int]:
     op, K, C = spec.features, spec.dk, CHUNK
     # A triangular [C, C] tile: its upper half of rows needs only the first half of k, its lower half all.
     triangle = Counter({C // 2: C // 32 + C // 16})
-    found = Counter({C: K // 16})  # Q S
+    outputs = spec.stage == "scan"
+    found = Counter({C: K // 16}) if outputs else Counter()  # Q S
     if op.delta:
         found += Counter({C: K // 16})  # K S
         found += triangle  # A W
     # With a gate per channel, P V' goes on with an accumulator that Q S began whole.
-    found += Counter({C: C // 16}) if op.gate == "channel" else triangle
+    if outputs:
+        found += Counter({C: C // 16}) if op.gate == "channel" else triangle
     return found + Counter({K: C // 16})  # Kᵀ V'
 
 
@@ -137,6 +146,11 @@ def test_every_product_takes_its_operand_from_registers(spec: KernelSpec) -> Non
         assert match[2] in (match[1], "RZ"), i
 
 
+def unroll_of(spec: KernelSpec) -> int:
+    """Chunks of a pass; one where only the state is wanted, since two such workgroups share a processor."""
+    return schedule_of(spec).unroll if spec.stage == "scan" else 1
+
+
 def copies(spec: KernelSpec) -> int:
     """How often the math of a chunk stands in the code.
 
@@ -144,7 +158,7 @@ def copies(spec: KernelSpec) -> int:
     first and the last chunk.
     """
     schedule = schedule_of(spec)
-    return schedule.unroll + 1 + any(entry.startswith(">") for entry in schedule.order)
+    return unroll_of(spec) + 1 + any(entry.startswith(">") for entry in schedule.order)
 
 
 @every_spec
@@ -154,7 +168,7 @@ def test_the_number_of_products_is_that_of_the_math(spec: KernelSpec) -> None:
 
 @every_spec
 def test_the_main_loop_holds_the_products_of_its_chunks(spec: KernelSpec) -> None:
-    code, unroll = code_of(spec), schedule_of(spec).unroll
+    code, unroll = code_of(spec), unroll_of(spec)
     found = [widths([i for i in code.named("HGMMA") if start <= i.address < end]) for start, end in code.loops()]
     one = products_of_a_chunk(spec)
     assert times(unroll, one) in found
@@ -174,7 +188,7 @@ def test_no_accumulator_goes_through_shared_memory(spec: KernelSpec) -> None:
     """The chain writes O, in 16 bits, and nothing else; the load role writes zeros, or 16-bit numbers one by one."""
     code = code_of(spec)
     stored = code.named("STSM")
-    assert len(stored) == (CHUNK // 16) * copies(spec)
+    assert len(stored) == (CHUNK // 16) * copies(spec) * (spec.stage == "scan")
     assert all(i.name == "STSM.16.MT88.4" for i in stored)
     for i in code.named("STS"):
         if spec.loads == "tile":
@@ -192,6 +206,28 @@ def test_nothing_is_spilled_or_serialized(spec: KernelSpec) -> None:
     assert report.problems == ()
     assert report.scratch_bytes == 0
     assert "serialized" not in code.log
+
+
+@pytest.mark.parametrize("spec", CARRIES, ids=lambda spec: spec.name)
+def test_a_carry_has_the_products_of_the_state_alone(spec: KernelSpec) -> None:
+    """U = K S, V' = A W and Kᵀ V'; two of its workgroups fit on a multiprocessor where the planner counts on that."""
+    K = spec.dk
+    one = Counter({64: K // 16}) + Counter({32: 2 + 4}) + Counter({K: 4})
+    assert products_of_a_chunk(spec) == one
+    assert widths(code_of(spec).named("HGMMA")) == times(2, one)
+    report = resources.report(b"", code_of(spec).log, TARGET)
+    fits = report.registers * 192 * 2 <= 65536 and (render(spec).limits.shared_bytes + 1024) * 2 <= 233472
+    assert TARGET.costs is not None
+    assert fits == (spec.features.gate in TARGET.costs.carry_pairs)
+
+
+def test_a_combine_is_float32_without_products() -> None:
+    for dim in (64, 128):
+        spec = KernelSpec("gated_delta_rule", "combine", "bf16", dim, dim, "sm_90a")
+        code = code_of(spec)
+        assert not code.named("HGMMA", "HMMA", "LDL", "STL", "F2F", "F2FP")
+        assert code.named("FFMA")
+        assert resources.report(b"", code.log, TARGET).problems == ()
 
 
 def test_the_state_is_written_only_after_the_chain() -> None:

@@ -35,10 +35,13 @@ def test_full_names_each_kernel_once(target: str) -> None:
 def test_full_has_every_choice(target: str) -> None:
     specs, facts = matrix.full(target), TARGETS[target]
     plain = {(s.op, s.stage, s.dtype, s.dk) for s in specs if not s.saves and s.loads == "tile"}
-    assert plain == {
-        (op, stage, dtype, dk)
-        for op in OPS for stage in ("prepare", "scan") for dtype in facts.dtypes for dk in HEAD_DIMS
-    }  # fmt: skip
+    expected = set(product(OPS, ("prepare", "scan"), facts.dtypes, HEAD_DIMS))
+    if facts.segments:
+        delta = [op for op, features in OPS.items() if features.delta]
+        expected |= set(product(delta, ("carry",), facts.dtypes, HEAD_DIMS))
+        expected |= {("gated_delta_rule", "combine", "bf16", dk) for dk in HEAD_DIMS}
+    assert plain == expected
+    assert len(specs) == {"sm_90a": 162, "gfx942": 144, "gfx950": 144, "host": 108}[target]
     scans = {(s.dk, s.dv) for s in specs if s.stage == "scan"}
     assert scans == {(dk, dv) for dk in HEAD_DIMS for dv in HEAD_DIMS}
     assert {s.schedule or facts.schedules[0].name for s in specs} == {s.name for s in facts.schedules}
@@ -68,7 +71,9 @@ def test_the_runtime_asks_for_listed_kernels_only(target: str) -> None:
     for op, dtype, dk, dv, loads in product(OPS, facts.dtypes, HEAD_DIMS, HEAD_DIMS, facts.loads):
         for saves in (False, True) if OPS[op].saves else (False,):
             key = PlanKey(op, dtype, dk, dv, target, 0, loads, saves)  # type: ignore[arg-type]
-            asked |= {key.spec("prepare"), key.spec("scan")}
+            asked |= set(key.specs())
+            if key.specs()[-1].divisible:
+                asked |= set(replace(key, segments=True).specs())
     assert asked <= listed
     assert listed - asked == {spec for spec in listed if spec.schedule}
 
@@ -83,6 +88,14 @@ def test_specs_of_one_canonical_spec_are_one_kernel(target: str) -> None:
                 if other.canonical() == spec != other:
                     assert render(other).text.replace(other.name, spec.name) == render(spec).text
                     assert replace(render(other), spec=spec, entry=spec.name, text="") == replace(render(spec), text="")
+        if spec.stage == "combine":
+            for op, dtype in product(("delta_rule", "kda"), TARGETS[target].dtypes):
+                other = replace(spec, op=op, dtype=dtype)  # type: ignore[arg-type]
+                assert other.canonical() == spec != other
+                texts = [render(s).text.replace(s.name, "kernel") for s in (other, spec)]
+                # What is before is the numbers' type, which it has no use for.
+                assert len({text.split("struct Args")[1] for text in texts}) == 1
+                assert render(other).limits == render(spec).limits
     default = TARGETS[target].schedules[0].name
     scan = KernelSpec("gla", "scan", "bf16", 64, 64, target)
     assert replace(scan, schedule=default).canonical() == scan

@@ -183,8 +183,8 @@ def steps_of(text: str, case: Case) -> dict[str, Any]:
     """The program's statements, to tell whether a mutant differs for an op."""
     program, features = Program(), OPS[case.op]
     render_module.environment().from_string(text).render(
-        delta=features.delta, gate=features.gate, saves=case.saves, loads="tile", C=64, K=64, V=64, columns=64,
-        tile=program.tile, vector=program.vector, register=program.register, step=program.step,
+        delta=features.delta, gate=features.gate, saves=case.saves, outputs=True, loads="tile", C=64, K=64, V=64,
+        columns=64, tile=program.tile, vector=program.vector, register=program.register, step=program.step,
     )  # fmt: skip
     return program.steps
 

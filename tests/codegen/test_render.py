@@ -34,6 +34,8 @@ GOLDEN_SPECS = [
     KernelSpec("gated_delta_rule", "prepare", "bf16", 128, 128, "sm_90a"),
     KernelSpec("gated_delta_rule", "scan", "bf16", 128, 128, "sm_90a"),
     KernelSpec("gated_delta_rule", "scan", "bf16", 128, 128, "sm_90a", schedule="skewed"),
+    KernelSpec("gated_delta_rule", "carry", "bf16", 128, 128, "sm_90a"),
+    KernelSpec("gated_delta_rule", "combine", "bf16", 64, 64, "sm_90a"),
     KernelSpec("kda", "scan", "fp16", 128, 64, "sm_90a"),
     KernelSpec("kda", "prepare", "bf16", 128, 128, "gfx950"),
     KernelSpec("gated_delta_rule", "scan", "bf16", 128, 128, "gfx942"),
@@ -140,13 +142,13 @@ def changed_scan(old: str, new: str) -> dict[str, str]:
     ("template", "old", "new", "spec"),
     [
         ("kernels/scan.j2", 'tile("Q", "q", C, K)', 'tile("Q", "q", C, Keys)', SCAN),
-        ("kernels/scan.j2", "if gate == \"head\" }}", "if gates == \"head\" }}", SCAN),
-        ("tile/sm_90a_scan.j2", "{{ threads }}, 1)", "{{ treads }}, 1)", SCAN),
+        ("kernels/scan.j2", 'if gate == "head" }}', 'if gates == "head" }}', SCAN),
+        ("tile/sm_90a_scan.j2", "__launch_bounds__({{ threads }}, ", "__launch_bounds__({{ treads }}, ", SCAN),
         ("tile/sm_90a.j2", "typedef u16 number;  // {{ dtype }}", "typedef u16 number;  // {{ type }}", SCAN),
         (
             "kernels/prepare.j2",
-            "{%- set channel = gate == \"channel\" %}",
-            "{%- set channel = gait == \"channel\" %}",
+            '{%- set channel = gate == "channel" %}',
+            '{%- set channel = gait == "channel" %}',
             KernelSpec("kda", "prepare", "bf16", 128, 128, "host"),
         ),
     ],
@@ -279,7 +281,9 @@ def test_prepare_makes_the_workspace_that_scan_reads(op: str, target: str) -> No
             assert prepare.limits.chunk == scan.limits.chunk
             named = {f"ws_{name}" for name, _ in prepare.workspace}
             assert named == {f.name for f in prepare.abi if f.name.startswith("ws_")}
-            assert named == {f.name for f in scan.abi if f.name.startswith("ws_")}
+            # Where segments begin there are states, which `combine` makes.
+            read = {f.name for f in scan.abi if f.name.startswith("ws_")}
+            assert read == named | ({"ws_starts"} if TARGETS[target].segments else set())
             assert all(size > 0 and size % 16 == 0 for _, size in scan.workspace)
 
 

@@ -20,13 +20,19 @@ def spec(**changes: Any) -> KernelSpec:
     ("changes", "error", "said"),
     [
         ({"op": "softmax"}, UnsupportedError, "op: got softmax; supported: one of gated_delta_rule"),
-        ({"stage": "backward"}, UnsupportedError, "stage: got backward; supported: 'prepare' or 'scan'"),
+        ({"stage": "backward"}, UnsupportedError, "got backward; supported: one of prepare, carry, combine, scan"),
         ({"dtype": "fp32"}, UnsupportedError, "dtype: got fp32; supported: bf16, fp16 on sm_90a"),
         ({"dv": 96}, UnsupportedError, "dv: got 96"),
         ({"target": "sm_80"}, UnsupportedError, "target: got sm_80; supported: one of sm_90a"),
         ({"loads": "random"}, UnsupportedError, "loads: got random; supported: tile, strided on sm_90a"),
         ({"target": "host", "loads": "strided"}, UnsupportedError, "loads: got strided; supported: tile on host"),
         ({"op": "kda", "saves": True}, UnsupportedError, "saves: got True for kda; supported: the ops delta_rule, gla"),
+        ({"stage": "carry"}, UnsupportedError, "carry for delta_rule with K = 64, V = 128, loads=tile, saves=False"),
+        ({"stage": "carry", "dv": 64, "op": "gla"}, UnsupportedError, "segments need a delta op, K = V, loads=tile"),
+        ({"stage": "combine", "dv": 64, "loads": "strided"}, UnsupportedError, "supported: prepare and scan; segments"),
+        ({"stage": "carry", "dv": 64, "saves": True}, UnsupportedError, "saves=True on sm_90a"),
+        ({"stage": "carry", "dv": 64, "target": "gfx950"}, UnsupportedError, "saves=False on gfx950"),
+        ({"stage": "carry", "dv": 64, "schedule": "skewed"}, UnsupportedError, "skewed for carry; supported: the"),
         ({"stage": "prepare", "schedule": "serial"}, UnsupportedError, "serial for prepare; supported: the stage scan"),
         ({"schedule": "fastest"}, ScheduleError, "sm_90a has no schedule `fastest`; it has serial, "),
         ({"target": "gfx950", "schedule": "skewed"}, ScheduleError, "gfx950 has no schedule `skewed`; it has serial"),
@@ -50,7 +56,28 @@ def test_what_is_not_supported_is_refused(changes: dict[str, Any], error: type[Q
         ({"stage": "prepare", "saves": True}, {"stage": "prepare", "saves": True}),
         ({"op": "gla", "stage": "prepare", "saves": True}, {"op": "gla", "stage": "prepare", "dv": 64}),
         ({"op": "gla", "saves": True}, {"op": "gla", "saves": True}),
+        ({"stage": "carry", "dv": 64, "dtype": "fp16"}, {"stage": "carry", "dv": 64, "dtype": "fp16"}),
+        # States are float32 whatever the op.
+        ({"stage": "combine", "dv": 64, "dtype": "fp16"}, {"stage": "combine", "dv": 64, "op": "gated_delta_rule"}),
     ],
 )
 def test_one_spec_stands_for_all_with_the_same_code(given: dict[str, Any], canonical: dict[str, Any]) -> None:
     assert spec(**given).canonical() == spec(**canonical) == spec(**canonical).canonical()
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule", "delta_rule", "kda"])
+def test_kernels_of_a_call(op: str) -> None:
+    scan = spec(op=op, dv=64)
+    assert [s.stage for s in scan.kernels()] == ["prepare", "scan"]
+    kernels = scan.kernels(segments=True)
+    assert [s.stage for s in kernels] == ["prepare", "carry", "combine", "scan"]
+    assert all(s.canonical() == s for s in kernels)
+    assert (kernels[0], kernels[3]) == scan.kernels()
+    assert [s.schedule for s in spec(schedule="skewed").kernels()] == ["", "skewed"]
+
+
+@pytest.mark.parametrize("changes", [{"op": "gla", "dv": 64}, {}, {"dv": 64, "loads": "strided"}, {"target": "host"}])
+def test_what_is_not_divisible_has_no_segments(changes: dict[str, Any]) -> None:
+    assert not spec(**changes).divisible
+    with pytest.raises(UnsupportedError, match="segments need"):
+        spec(**changes).kernels(segments=True)

@@ -17,7 +17,8 @@ from qla.codegen.render import environment, render
 from qla.codegen.spec import KernelSpec
 from qla.targets import TARGETS
 
-FEATURES = {"delta", "gate", "channel", "saves", "loads"}  # `channel` is set from `gate`
+# `channel` is set from `gate`; `outputs` from the stage.
+FEATURES = {"delta", "gate", "channel", "saves", "loads", "outputs"}
 VALUES = {"none", "head", "channel", "tile", "strided"}
 VENDOR = re.compile(
     r"cuda|hip\b|nvidia|nvrtc|\bamd|hopper|cdna|rocm|zig|clang|target|vendor|sm_?\d|gfx\d|wgmma|mfma|\bmma\b|tma\b|"

@@ -213,7 +213,7 @@ class Device:
             raise ExecutionError(f"{source.entry} for {self.target}, seed {self.seed}: {launch.message.decode()}")
 
     def _divide_workspace(self, source: Source, blocks: int, arguments: dict[str, Any]) -> None:
-        """Put the buffers of the workspace in place of the whole; `prepare` runs a workgroup per chunk and value head."""
+        """Put the workspace's buffers in place of the whole; `prepare` runs a workgroup per chunk and value head."""
         if source.spec.stage != "prepare":
             return
         for name, size in source.workspace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -14,7 +15,9 @@ import torch
 
 from qla.errors import UnsupportedError
 from qla.runtime import drivers
-from qla.runtime.drivers import device_target, driver_for, tileable
+from qla.runtime.drivers import device_target, driver_for, loads_of, tileable
+from qla.runtime.drivers.cuda import CudaDriver
+from qla.runtime.drivers.hip import HipDriver
 
 
 def test_cpu_is_the_host_target() -> None:
@@ -52,6 +55,30 @@ def test_gpu_targets(monkeypatch: pytest.MonkeyPatch, hip_version: Any, properti
                 device_target(torch.device("cuda", 0))
     finally:
         drivers._target.cache_clear()
+
+
+def test_processors_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not change, and a layout is built far more often than a driver."""
+    asked: list[int] = []
+
+    def properties(index: int) -> Any:
+        asked.append(index)
+        return types.SimpleNamespace(multi_processor_count=132)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    for kind in (CudaDriver, HipDriver):
+        driver = kind.__new__(kind)  # without the vendor's package
+        driver.index = 3
+        assert (driver.processors, driver.processors) == (132, 132)
+    assert asked == [3, 3]
+    assert 1 <= driver_for("host", -1).processors <= (os.cpu_count() or 1)
+
+
+def test_only_strides_that_a_target_cannot_load_need_another_kernel() -> None:
+    plain, odd = bf16(2, 5, 3, 64), bf16(2, 5, 3, 128)[..., ::2]
+    assert loads_of("sm_90a", (plain, plain)) == loads_of("sm_90a", ()) == "tile"
+    assert loads_of("sm_90a", (plain, odd)) == "strided"
+    assert loads_of("host", (odd,)) == "tile"
 
 
 def bf16(*shape: int) -> torch.Tensor:

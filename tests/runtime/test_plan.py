@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from qla.codegen.abi import segment_workspace
+from qla.codegen.planner import Choice, split
 from qla.codegen.spec import Field, KernelSpec, Limits, Source
 from qla.errors import CaptureError, LaunchError, UnsupportedError
 from qla.runtime import plan
@@ -22,7 +24,7 @@ STRIDES = [f"{t}_stride_{x}" for t in ("q", "k", "v", "o", "g") for x in "bthd"]
 STATES = [f"{t}_stride_{x}" for t in ("initial", "final") for x in "nhkv"]
 INTS = [
     *("batch", "tokens", "sequences", "heads", "value_heads", "has_cu_seqlens", "cu_is_int64", "g_type", "beta_type"),
-    *("A_log_type", "dt_bias_type", "flags", "slots"),
+    *("A_log_type", "dt_bias_type", "flags", "slots", "segment_chunks"),
 ]
 
 
@@ -30,10 +32,11 @@ def render(spec: KernelSpec) -> Source:
     """A source that asks for everything there is."""
     maps = MAPS if spec.target == "sm_90a" and spec.loads == "tile" else ()
     workspace = WORKSPACE if spec.stage == "prepare" else WORKSPACE[1:]
+    states = segment_workspace(spec)
     abi = (
         *(Field(n, "tensormap") for n in maps),
         *(Field(n, "ptr") for n in POINTERS),
-        *(Field(f"ws_{n}", "ptr") for n, _ in workspace),
+        *(Field(f"ws_{n}", "ptr") for n, _ in (*workspace, *states)),
         *(Field(n, "i64") for n in (*STRIDES, *(f"beta_stride_{x}" for x in "bth"), *STATES)),
         *(Field(n, "i32") for n in INTS),
         *(Field(n, "f32") for n in ("scale", "lower_bound")),
@@ -50,12 +53,13 @@ class Recorder:
     launches: list[tuple[str, int, int, dict[str, Any]]] = field(default_factory=list)
     encoded: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]] = field(default_factory=list)
     captures: bool = False
+    processors: int = 132
     during: Callable[[], None] | None = None
 
     def load(self, binary: bytes, source: Source) -> Any:
         assert binary == source.entry.encode()
         self.loaded.append(source.spec)
-        names = [n for n, _ in WORKSPACE]
+        names = [n for n, _ in (*WORKSPACE, *segment_workspace(source.spec))]
         return source, Packer(source.abi, (*POINTERS, *MAPS, *(f"ws_{n}" for n in names)))
 
     def launch(self, kernel: Any, blocks: int, arguments: ArgumentBlock, stream: int) -> None:
@@ -160,6 +164,83 @@ def test_workspace_buffers_are_aligned_apart_and_shared_by_the_stages(recorder: 
     assert a["ws_rows"] - a["ws_a"] == 4 * 4 * 8192  # slots, value heads
 
 
+def in_segments(chunks: int) -> Callable[..., Choice]:
+    """A planner that takes segments of so many chunks, whatever time that takes."""
+    return lambda shape, target, processors: split(shape, target, processors, chunks)
+
+
+def launched_in_segments(recorder: Recorder, call: Problem) -> tuple[Result, dict[str, dict[str, Any]]]:
+    recorder.launches.clear()
+    result = plan.run(call)
+    assert [launch[0] for launch in recorder.launches] == ["prepare", "carry", "combine", "scan"]
+    assert {launch[2] for launch in recorder.launches} == {77}
+    return result, {launch[0]: launch[3] for launch in recorder.launches}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_segments(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    monkeypatch.setattr(plan, "plan_call", in_segments(2))
+    cu = torch.tensor([0, 1, 64, 64, 300], dtype=torch.int64) if packed else None
+    call = problem(B=1 if packed else 2, T=300, cu_seqlens=cu, output_final_state=True)
+    result, arguments = launched_in_segments(recorder, call)
+    sequences, slots, segments = (4, 300 // 64 + 4, 300 // 128 + 4) if packed else (2, 2 * 5, 2 * 3)
+    # 2 q/k heads, 4 value heads; two column blocks of values and two of keys; eight columns of a state.
+    assert blocks(recorder) == [slots * 2, segments * 4 * 4, sequences * 4 * 16, segments * 4 * 2]
+    for each in arguments.values():
+        assert (each["segment_chunks"], each["sequences"], each["slots"]) == (2, sequences, slots)
+    carry, starts = arguments["carry"]["ws_carry"], arguments["scan"]["ws_starts"]
+    assert (arguments["combine"]["ws_carry"], arguments["combine"]["ws_starts"]) == (carry, starts)
+    rows = arguments["prepare"]["ws_rows"]
+    assert arguments["carry"]["ws_rows"] == arguments["scan"]["ws_rows"] == rows
+    # One after the other, each on a boundary of what loads want.
+    assert carry % 1024 == starts % 1024 == 0
+    assert carry == rows + -(-slots * 4 * 1280 // 1024) * 1024
+    assert starts - carry == segments * 4 * 128 * (128 + 128) * 4
+    (layout,) = plan.layouts.values()
+    assert layout is not None
+    end = starts + segments * 4 * 128 * 128 * 4
+    assert end - arguments["prepare"]["ws_a"] + 1024 == layout.workspace_bytes
+    assert result.final_state is not None
+    assert arguments["scan"]["final_state"] == result.final_state.data_ptr()
+    assert result.final_state.shape == (sequences, 4, 128, 128)
+
+
+def test_shapes_decide_about_segments(recorder: Recorder) -> None:
+    """A long sequence is split, a short one is not, each with kernels of its own; a warm call does not plan again."""
+    long, short = problem(B=1, T=8192, H=1, HV=2), problem(B=1, T=64, H=1, HV=2)
+    for call in (long, short):
+        plan.run(call)
+    assert [launch[0] for launch in recorder.launches] == ["prepare", "carry", "combine", "scan", "prepare", "scan"]
+    assert recorder.launches[-1][3]["segment_chunks"] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "plan_call", None)
+        plan.run(long)
+        plan.run(short)
+    assert len(recorder.launches) == 12
+    recorder.processors = 1
+    plan.layouts.clear()
+    plan.run(long)
+    assert len(recorder.launches) == 14, "with one processor there is nothing to gain"
+
+
+def test_planning_reads_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without memory do."""
+    monkeypatch.setattr(plan, "driver_for", lambda target, index: Recorder())
+    monkeypatch.setattr(plan, "device_target", lambda device: "sm_90a")
+    with torch.device("meta"):
+        call = problem(B=1, T=4096, cu_seqlens=torch.empty(6, dtype=torch.int64))
+    choice = plan.choose(call, 5)
+    assert (choice.shape.sequences, choice.chunks) == (5, 13)
+
+
+def test_a_capture_needs_the_kernels_of_its_own_shapes(recorder: Recorder) -> None:
+    plan.run(problem(B=1, T=64, H=1, HV=2))
+    recorder.captures = True
+    with pytest.raises(CaptureError, match=r"sequences split into segments.*run this call once before capturing"):
+        plan.run(problem(B=1, T=8192, H=1, HV=2))
+    plan.run(problem(B=1, T=65, H=1, HV=2))
+
+
 def test_varlen_slots_and_blocks(recorder: Recorder) -> None:
     cu = torch.tensor([0, 1, 64, 64, 150], dtype=torch.int32)
     _, a, b = launched(recorder, problem(B=1, T=200, cu_seqlens=cu))
@@ -258,7 +339,8 @@ def test_a_layout_is_never_reused_for_a_call_that_differs(recorder: Recorder, ch
     plan.layouts.clear()
     launched(recorder, problem(**plain))
     _, warm, warm_scan = launched(recorder, call)
-    new = ("o", "final_state", "states", "A_out", "w_out", "u_out", "ws_a", "ws_rows", "o_map")
+    workspace = ("ws_a", "ws_rows", "ws_carry", "ws_starts")
+    new = ("o", "final_state", "states", "A_out", "w_out", "u_out", "o_map", *workspace)
     for a, b in ((fresh, warm), (fresh_scan, warm_scan)):
         assert {n: x for n, x in a.items() if n not in new} == {n: x for n, x in b.items() if n not in new}
     assert len(plan.layouts) == 2

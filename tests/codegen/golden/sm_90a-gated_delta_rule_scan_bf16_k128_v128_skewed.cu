@@ -67,7 +67,8 @@ DEV Sequence sequence_at(const Args& args, int n) {
   const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
   return {0, start, end - start, start / C + n};
 }
-// A segment of a sequence: its rows, and whether the sequence begins and ends with it. There is no such segment where `rows.length` is negative.
+// A segment of a sequence: its rows, and whether the sequence starts or ends with it. There is none where `rows.length` is
+// negative.
 struct Segment {
   Sequence rows;
   int n_sequence;

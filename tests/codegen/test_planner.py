@@ -1,0 +1,322 @@
+"""The planner: sequences are split where that should take less time, which follows from shapes alone."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields, replace
+from itertools import product
+from typing import Any, cast, get_type_hints
+
+import pytest
+from typer.testing import CliRunner
+
+from qla.codegen import cli
+from qla.codegen.explain import Explanation
+from qla.codegen.matrix import full
+from qla.codegen.ops import OPS
+from qla.codegen.planner import MOST_SEGMENTS, CallShape, Choice, choices, plan_call, split
+from qla.codegen.render import render
+from qla.codegen.spec import Dtype
+from qla.errors import UnsupportedError
+from qla.targets import TARGETS
+
+HOPPER = TARGETS["sm_90a"]
+GDN = CallShape("gated_delta_rule", "bf16", 128, 128, 1, 8192, 16, 32)
+LONG = replace(GDN, tokens=65536, heads=2, value_heads=8)
+FULL = replace(GDN, batch=8, value_heads=64)
+HEADS = ((1, 1), (2, 8), (4, 16), (8, 32), (16, 64), (16, 32), (16, 16), (32, 32))
+DELTA = [op for op, features in OPS.items() if features.delta]
+
+
+def us(choice: Choice) -> float:
+    assert choice.us
+    return sum(choice.us.values())
+
+
+def best(shape: CallShape, processors: int = 132) -> Choice:
+    return plan_call(shape, "sm_90a", processors)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("sequences", [0, 8])
+def test_more_tokens_never_take_less_time(op: str, heads: tuple[int, int], sequences: int) -> None:
+    lengths = (1, 8, 63, 64, 65, 512, 513, 1000, 2048, 8192, 8193, 65536, 262144)
+    times = [us(best(CallShape(op, "bf16", 128, 128, 1, tokens, *heads, sequences))) for tokens in lengths]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [1000, 16384])
+def test_more_of_anything_never_takes_less_time(op: str, tokens: int) -> None:
+    shape = CallShape(op, "bf16", 128, 128, 2, tokens, 4, 8)
+    least = us(best(shape))
+    for more in ({"batch": 20}, {"heads": 8, "value_heads": 16}, {"value_heads": 16}, {"heads": 8}):
+        assert us(best(replace(shape, **more))) >= least
+    assert us(best(shape, 66)) >= least
+
+
+@pytest.mark.parametrize("processors", [8, 66, 132])
+@pytest.mark.parametrize("op", DELTA)
+def test_the_choice_is_the_least_of_all_splits(op: str, processors: int) -> None:
+    for tokens, (heads, value_heads), batch in product((64, 2048, 32768), HEADS, (1, 8)):
+        shape = CallShape(op, "fp16", 128, 128, batch, tokens, heads, value_heads)
+        choice, chunks = best(shape, processors), -(-tokens // 64)
+        every = {n: split(shape, "sm_90a", processors, n) for n in range(1, chunks)}
+        allowed = [c for n, c in every.items() if n > 1 and c.segments <= MOST_SEGMENTS]
+        whole = split(shape, "sm_90a", processors)
+        assert us(choice) == min(map(us, [whole, *allowed]))
+        assert choice in choices(shape, "sm_90a", processors)
+        assert (choice.segment_chunks == 0) == (choice.segments == 1)
+
+
+def test_long_sequences_with_few_heads_are_split_and_a_full_chip_is_left_alone() -> None:
+    assert best(LONG).segments > 1
+    assert [spec.stage for spec in best(LONG).kernels] == ["prepare", "carry", "combine", "scan"]
+    assert us(best(LONG)) < 0.5 * us(split(LONG, "sm_90a", 132))
+    for few in (replace(LONG, op="kda"), replace(LONG, op="delta_rule"), replace(LONG, dk=64, dv=64, dtype="fp16")):
+        assert best(few).segments > 1
+    for other in (FULL, replace(LONG, tokens=128), replace(FULL, tokens=65536, batch=1, sequences=8)):
+        assert best(other).segment_chunks == 0
+        assert [spec.stage for spec in best(other).kernels] == ["prepare", "scan"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"op": "gla"}, {"dk": 64}, {"dv": 64}, {"loads": "strided"}),
+        *({"op": "delta_rule", "saves": True}, {"op": "gla", "saves": True}),
+    ],
+)
+def test_what_cannot_be_split_is_not(change: dict[str, Any]) -> None:
+    shape = replace(LONG, **change)
+    choice = best(shape)
+    assert choice.segment_chunks == 0
+    assert choices(shape, "sm_90a", 132) == [choice]
+    # Strided loads and what is saved were not measured.
+    assert bool(choice.us) == (shape.loads == "tile" and not shape.saves)
+    assert "split" in Explanation(choice).reason
+
+
+def test_of_equals_the_one_with_the_fewest_segments_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert HOPPER.costs is not None
+    free = replace(
+        HOPPER.costs, scan_chunk_us=0.0, carry_chunk_us=0.0, carry_pair_chunk_us=0.0, combine_step_us=0.0, launch_us=0.0
+    )
+    monkeypatch.setitem(TARGETS, "sm_90a", replace(HOPPER, costs=free))
+    assert best(LONG).segment_chunks == 0
+
+
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "sm_90a"])
+def test_nothing_is_predicted_where_nothing_was_measured(target: str) -> None:
+    explanation = Explanation(plan_call(LONG, target, 8))
+    assert explanation.choice.segment_chunks == 0
+    assert explanation.us is None
+    assert [launch.us for launch in explanation.launches] == [None, None]
+    assert explanation.flops == Explanation(split(LONG, "sm_90a", 132)).flops
+    assert explanation.bytes > 0
+    assert explanation.reason == f"not split; no time is predicted, since none was measured for {target}"
+
+
+def test_numbers_of_a_call_by_hand() -> None:
+    shape = replace(GDN, heads=16, value_heads=64)
+    prepare, scan = Explanation(split(shape, "sm_90a", 132)).launches
+    assert (prepare.workgroups, scan.workgroups) == (128 * 16, 128)
+    assert (prepare.chain, scan.chain) == (0, 128)
+    assert scan.us == pytest.approx(128 * 1.0 + 3.5)
+    assert prepare.us == pytest.approx(128 * 64 * 1.76 / 132 + 3.5)
+    assert prepare.flops == 128 * 64 * 2 * 2 * 64 * 64 * 128
+    assert scan.flops == 128 * 64 * (3 * 2 * 64 * 128 * 128 + 2 * 2 * 64 * 64 * 128)
+    q, v = 8192 * 16 * 128 * 2, 8192 * 64 * 128 * 2
+    workspace = 128 * 64 * sum(size for _, size in render(prepare.spec).workspace)
+    assert prepare.bytes == 2 * q + 2 * 8192 * 64 * 4 + workspace
+    assert scan.bytes == 2 * q + 2 * v + workspace + 64 * 128 * 128 * 4
+
+
+def test_numbers_of_a_call_in_segments_by_hand() -> None:
+    choice = split(LONG, "sm_90a", 132, 128)
+    assert (choice.segments, choice.segment_slots, choice.slots) == (8, 8, 1024)
+    prepare, carry, combine, scan = Explanation(choice).launches
+    assert [x.workgroups for x in (prepare, carry, combine, scan)] == [1024 * 2, 8 * 8 * 4, 8 * 16, 8 * 8 * 2]
+    assert [x.chain for x in (prepare, carry, combine, scan)] == [0, 128, 7, 128]
+    # 7 segments of 8 value heads with 4 column blocks: 224 workgroups, two on some processor.
+    assert carry.us == pytest.approx(128 * 1.0 + 3.5)
+    assert combine.us == pytest.approx(7 * 1.2 + 3.5)
+    assert scan.us == pytest.approx(128 * 1.0 + 3.5)
+    assert carry.flops == 7 * 8 * 128 * 2 * 64 * 256 * (128 + 64 + 128)
+    assert combine.flops == 7 * 8 * 2 * 128**3
+    state, q, v = 128 * 128 * 4, 65536 * 2 * 128 * 2, 65536 * 8 * 128 * 2
+    made = dict(render(prepare.spec).workspace)
+    assert combine.bytes == 7 * 8 * 3 * state
+    assert carry.bytes == (q + v + 1024 * 8 * (made["a"] + made["rows"])) * 7 // 8 + 7 * 8 * 2 * state
+    assert scan.bytes == 2 * q + 2 * v + 1024 * 8 * sum(made.values()) + 8 * state + 7 * 8 * state
+    whole = Explanation(split(LONG, "sm_90a", 132)).launches
+    assert (prepare.bytes, prepare.flops, scan.flops) == (whole[0].bytes, whole[0].flops, whole[1].flops)
+
+
+def test_two_workgroups_of_carry_share_a_processor_where_they_fit() -> None:
+    for op, gdn in (("gated_delta_rule", True), ("delta_rule", True), ("kda", False)):
+        # 3 segments of 8 value heads with 4 column blocks: 96 workgroups on 48, and on 32 processors.
+        shape = replace(LONG, op=op, tokens=64 * 40)
+        two, three = (split(shape, "sm_90a", processors, 10).us["carry"] for processors in (48, 32))
+        assert two == pytest.approx(10 * (1.0 if gdn else 2 * 0.66) + 3.5)
+        assert three == pytest.approx(10 * (1.66 if gdn else 3 * 0.66) + 3.5)
+
+
+@pytest.mark.parametrize(
+    ("op", "group", "item"),
+    [
+        *(("gated_delta_rule", 8, 1.76), ("gated_delta_rule", 4, 1.76), ("gated_delta_rule", 3, 2.6)),
+        *(("gated_delta_rule", 1, 4.0), ("delta_rule", 2, 2.2), ("kda", 4, 6.9), ("gla", 1, 4.1)),
+    ],
+)
+def test_time_of_prepare(op: str, group: int, item: float) -> None:
+    shape = CallShape(op, "bf16", 128, 128, 1, 64 * 132, 4, 4 * group)
+    launch = Explanation(split(shape, "sm_90a", 132)).launches[0]
+    assert launch.us == pytest.approx(4 * group * item + 3.5)
+    half = Explanation(split(replace(shape, dk=64, dv=64), "sm_90a", 132)).launches[0]
+    assert half.us == pytest.approx(4 * group * item / 2 + 3.5)
+
+
+def test_bytes_bound_prepare_where_there_are_more_of_them() -> None:
+    prepare = Explanation(split(GDN, "sm_90a", 100_000)).launches[0]
+    assert prepare.us == pytest.approx(prepare.bytes / 4.3e6 + 3.5)
+
+
+def test_packed_sequences_are_taken_as_an_even_split() -> None:
+    explanation = Explanation(best(replace(GDN, tokens=1000, sequences=7)))
+    assert explanation.choice.chunks == 3  # 6 sequences of 143 tokens and one of 142
+    assert "if they are split evenly" in str(explanation)
+    assert explanation.launches[-1].workgroups == 7 * 32 * 2
+    whole = Explanation(best(replace(GDN, tokens=1000, sequences=1)))
+    assert "evenly" not in str(whole)
+    assert us(whole.choice) == us(best(replace(GDN, tokens=1000)))
+    # More sequences than tokens: some are empty.
+    assert best(replace(GDN, tokens=3, sequences=7)).chunks == 1
+    parts = split(replace(GDN, tokens=1000, sequences=7), "sm_90a", 132, 2)
+    assert (parts.segments, parts.segment_slots) == (2, 1000 // 128 + 7)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_planned_kernels_are_those_of_the_list_and_do_what_the_plan_says(target: str) -> None:
+    listed = set(full(target))
+    for spec in [s for s in listed if s.stage == "scan" and s.dtype == "bf16" and not s.schedule]:
+        shape = CallShape(spec.op, spec.dtype, spec.dk, spec.dv, 3, 200, 2, 4, 0, spec.loads, spec.saves)
+        for segment_chunks in (0, 2) if spec.divisible else (0,):
+            choice = split(shape, target, 132, segment_chunks)
+            assert set(choice.kernels) <= listed
+            sources = [render(kernel) for kernel in choice.kernels]
+            limits = {source.spec.stage: source.limits for source in sources}
+            assert {x.chunk for x in limits.values()} == {choice.chunk}
+            counts = dict(zip(limits, choice.workgroups, strict=True))
+            assert counts["scan"] == choice.segment_slots * 4 * (spec.dv // limits["scan"].value_columns)
+            if segment_chunks:
+                assert choice.segment_slots == 3 * 2
+                assert counts["combine"] == 3 * 4 * (spec.dv // limits["combine"].value_columns)
+                assert counts["carry"] == 3 * 2 * 4 * ((spec.dv + spec.dk) // limits["carry"].value_columns)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokens": 0}, "tokens: got 0"),
+        ({"batch": -1}, "batch: got -1"),
+        ({"value_heads": 0}, "value_heads: got 0"),
+        ({"value_heads": 24}, "a multiple of heads = 16"),
+        ({"sequences": -1}, "sequences: got -1"),
+        ({"sequences": 2, "batch": 2}, "1 with packed sequences"),
+        ({"op": "softmax"}, "op: got softmax"),
+        ({"dtype": "fp32"}, "dtype: got fp32"),
+        ({"dk": 96}, "dk: got 96"),
+        ({"saves": True}, "saves: got True for gated_delta_rule"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        best(replace(GDN, **change))
+
+
+def test_other_arguments_are_checked() -> None:
+    with pytest.raises(UnsupportedError, match="target: got sm_80"):
+        plan_call(GDN, "sm_80", 132)
+    with pytest.raises(UnsupportedError, match="processors: got 0"):
+        plan_call(GDN, "sm_90a", 0)
+
+
+def test_planning_sees_shapes_only() -> None:
+    """Nothing it is given can hold a tensor, and nothing it imports can wait for a device."""
+    hints = get_type_hints(CallShape)
+    assert {str(hints[f.name]) for f in fields(CallShape)} <= {
+        str(t) for t in (str, int, bool, Dtype, get_type_hints(CallShape)["loads"])
+    }
+    assert list(inspect.signature(plan_call).parameters) == ["shape", "target", "processors"]
+    code = (
+        "import sys; from qla.codegen.planner import *;"
+        "plan_call(CallShape('kda', 'bf16', 128, 128, 1, 64, 1, 1), 'sm_90a', 132);"
+        "print({'torch', 'cupy', 'hip', 'jinja2'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+    with pytest.raises(FrozenInstanceError):
+        cast(Any, best(GDN)).segment_chunks = 2
+
+
+def test_text_of_an_explanation() -> None:
+    lines = str(Explanation(best(LONG))).splitlines()
+    assert lines[0] == "gated_delta_rule, bf16, K = 128, V = 128: 1 x 65536 tokens, 2 q/k heads, 8 value heads"
+    assert lines[1] == "sm_90a, 132 processors: sequences of 1024 chunks of 64 tokens, 8 segments of 128"
+    assert [line.split()[0].removeprefix("gated_delta_rule_") for line in lines[2:]] == [
+        "kernel", "prepare_bf16_k128_v128", "carry_bf16_k128_v128", "combine_bf16_k128_v128", "scan_bf16_k128_v128",
+        "in", "split:",
+    ]  # fmt: skip
+    assert len({len(line) for line in lines[2:8]}) == 1
+    total, without = (Explanation(c).us for c in (best(LONG), split(LONG, "sm_90a", 132)))
+    assert lines[-1] == f"split: {total:.1f} µs predicted, without segments {without:.1f} µs"
+
+
+def test_reasons_not_to_split() -> None:
+    assert Explanation(best(replace(LONG, tokens=64))).reason == "not split: too few chunks for two segments"
+    gla = Explanation(best(replace(LONG, op="gla"))).reason
+    assert gla == "not split; segments need a delta op, K = V, loads=tile, saves=False, and a target with segments"
+    strided = Explanation(best(replace(LONG, loads="strided"))).reason
+    assert strided.endswith("none was measured for loads=strided or saves=True")
+    explanation = Explanation(best(FULL))
+    assert explanation.us is not None
+    assert explanation.reason.startswith(f"not split: {explanation.us:.1f} µs predicted, with segments ")
+
+
+def explain(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, ["explain", *arguments])
+
+
+def test_the_command_line_shows_the_same() -> None:
+    result = explain("--op", "gated_delta_rule", "--tokens", "65536", "--heads", "2", "--value-heads", "8")
+    assert result.exit_code == 0, result.output
+    explanation = Explanation(best(LONG))
+    for text in (*explanation.notes(), *(cell for row in explanation.table() for cell in row)):
+        assert text in result.output
+    result = explain("--op", "kda", "--tokens", "4096", "--heads", "4", "--sequences", "3", "--target", "gfx942")
+    shape = CallShape("kda", "bf16", 128, 128, 1, 4096, 4, 4, 3)
+    for text in Explanation(plan_call(shape, "gfx942", 304)).notes():
+        assert text in result.output
+    result = explain("--op", "gla", "--tokens", "64", "--heads", "4", "--processors", "7", "--dtype", "fp16")
+    assert "7 processors" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--op", "softmax"), "op: got softmax"),
+        (("--op", "kda", "--value-heads", "3"), "a multiple of heads = 2"),
+        (("--op", "kda", "--target", "sm_80"), "--target: got sm_80"),
+        (("--op", "kda", "--processors", "0"), "processors: got 0"),
+        (("--op", "kda", "--dtype", "fp32"), "bf16, fp16 on sm_90a"),
+        ((), "--op"),
+    ],
+)
+def test_the_command_line_refuses(arguments: tuple[str, ...], said: str) -> None:
+    result = explain("--tokens", "64", "--heads", "2", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
