@@ -291,8 +291,6 @@ def between_files(a: Sequence[Row], b: Sequence[Row], margin: float) -> dict[str
         x, y = first[key], second[key]
         ratio = unpaired(x["samples_ms"], y["samples_ms"])
         workload = x["workload"] if x["peer"] == "qla" else f"{x['workload']} ({x['peer']})"
-        line = Line(
-            x["op"], workload, x["dtype"], x["device_ms"], y["device_ms"], ratio, None, classify(ratio, margin)
-        )
+        line = Line(x["op"], workload, x["dtype"], x["device_ms"], y["device_ms"], ratio, None, classify(ratio, margin))
         found.setdefault(x["device"], []).append(line)
     return found

@@ -33,9 +33,7 @@ def html(rows: Iterable[dict[str, Any]]) -> str:
         loader=PackageLoader("qla.bench", "data"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    parts = [
-        {"title": s.title, "blocks": report(s)[1:], "pictures": _pictures(s)} for s in sections(rows)
-    ]
+    parts = [{"title": s.title, "blocks": report(s)[1:], "pictures": _pictures(s)} for s in sections(rows)]
     kind = {"heading": Heading, "paragraph": Paragraph, "table": Table}
     tests = {name: lambda block, of=of: isinstance(block, of) for name, of in kind.items()}
     environment.tests.update(tests)

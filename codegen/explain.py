@@ -143,6 +143,11 @@ def _handed_on(choice: Choice) -> dict[int, int]:
     return {max(-(-length // rows) - 1, 0): count for length, count in _lengths(choice.shape).items()}
 
 
+def _carried(choice: Choice) -> int:
+    """Segments with one before and one after them: those of whose start and end no state is known."""
+    return sum(max(segments - 1, 0) * count for segments, count in _handed_on(choice).items())
+
+
 def _prepare_us(choice: Choice, moved: int) -> float | None:
     """Time of its work, spread evenly, or of its bytes."""
     costs, shape, op = TARGETS[choice.target].costs, choice.shape, choice.scan.features
@@ -159,19 +164,20 @@ def _flops(choice: Choice) -> dict[str, int]:
 
     A chunk of n tokens has, per value head, products with the state of ``2 n K V`` each (K S with the delta rule, Q S,
     K^T V'), and inside it of ``2 n n K`` or ``2 n n V`` each: Q K^T, with the delta rule K K^T, and A K where w is
-    returned; P V', and with the delta rule A W. `carry` has all but those of Q and P, with K columns more than V, and
-    `combine` one of ``2 K K V`` per segment.
+    returned; P V', and with the delta rule A W. `carry` has all but those of Q and P, with K columns more than V in all
+    but the first segment of a sequence, and `combine` one of ``2 K K V`` for each of these.
     """
     shape, chunk, delta = choice.shape, choice.chunk, choice.scan.features.delta
     inside = 2 * shape.dk * (1 + delta + (delta and shape.saves))
     with_state, values = 2 * shape.dk * shape.dv * (2 + delta), 2 * shape.dv * (1 + delta)
     squares = sum(n * (t // chunk * chunk**2 + (t % chunk) ** 2) for t, n in _lengths(shape).items())
     handed_on = sum(segments * count for segments, count in _handed_on(choice).items())
-    of_chunk = 2 * chunk * (shape.dk + shape.dv) * (2 * shape.dk + chunk)
+    of_column = 2 * chunk * (2 * shape.dk + chunk) * choice.segment_chunks
+    carried = _carried(choice)
     return {
         "prepare": shape.value_heads * squares * inside,
-        "carry": shape.value_heads * handed_on * choice.segment_chunks * of_chunk,
-        "combine": shape.value_heads * handed_on * 2 * shape.dk**2 * shape.dv,
+        "carry": shape.value_heads * of_column * (handed_on * shape.dv + carried * shape.dk),
+        "combine": shape.value_heads * carried * 2 * shape.dk**2 * shape.dv,
         "scan": shape.value_heads * (shape.batch * shape.tokens * with_state + squares * values),
     }
 
@@ -211,4 +217,6 @@ def _moved(choice: Choice, spec: KernelSpec) -> int:
         moved += pieces.get(name, chunks * part) * shape.value_heads * each
     if spec.stage == "scan":
         moved += handed_on * state
+    elif spec.stage != "prepare":  # first segments have no columns of the identity
+        moved -= (handed_on - _carried(choice)) * shape.value_heads * shape.dk**2 * 4
     return round(moved)

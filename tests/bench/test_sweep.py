@@ -65,4 +65,3 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed["error"] == "KeyError: 'none'"
     assert "KeyError: 'none'" in result.output
     assert "0 measured, 0 left" in CliRunner().invoke(app, arguments).output
-

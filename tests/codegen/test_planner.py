@@ -21,10 +21,12 @@ from qla.codegen.render import render
 from qla.codegen.spec import Dtype
 from qla.errors import UnsupportedError
 from qla.targets import TARGETS
+from qla.targets.base import Costs
 
 HOPPER = TARGETS["sm_90a"]
 GDN = CallShape("gated_delta_rule", "bf16", 128, 128, 1, 8192, 16, 32)
 LONG = replace(GDN, tokens=65536, heads=2, value_heads=8)
+COSTS = cast(Costs, TARGETS["sm_90a"].costs)
 FULL = replace(GDN, batch=8, value_heads=64)
 HEADS = ((1, 1), (2, 8), (4, 16), (8, 32), (16, 64), (16, 32), (16, 16), (32, 32))
 DELTA = [op for op, features in OPS.items() if features.delta]
@@ -125,8 +127,10 @@ def test_numbers_of_a_call_by_hand() -> None:
     prepare, scan = Explanation(split(shape, "sm_90a", 132)).launches
     assert (prepare.workgroups, scan.workgroups) == (128 * 16, 128)
     assert (prepare.chain, scan.chain) == (0, 128)
-    assert scan.us == pytest.approx(128 * 1.0 + 3.5)
-    assert prepare.us == pytest.approx(128 * 64 * 1.76 / 132 + 3.5)
+    chunk_us = COSTS.scan_chunk_us + (COSTS.scan_full_chunk_us - COSTS.scan_chunk_us) * 128 / 132
+    assert scan.us == pytest.approx(128 * chunk_us + COSTS.launch_us)
+    item = COSTS.prepare_us[True, "head"][4]
+    assert prepare.us == pytest.approx(128 * 64 * item / 132 + COSTS.launch_us)
     assert prepare.flops == 128 * 64 * 2 * 2 * 64 * 64 * 128
     assert scan.flops == 128 * 64 * (3 * 2 * 64 * 128 * 128 + 2 * 2 * 64 * 64 * 128)
     q, v = 8192 * 16 * 128 * 2, 8192 * 64 * 128 * 2
@@ -141,16 +145,17 @@ def test_numbers_of_a_call_in_segments_by_hand() -> None:
     prepare, carry, combine, scan = Explanation(choice).launches
     assert [x.workgroups for x in (prepare, carry, combine, scan)] == [1024 * 2, 8 * 8 * 4, 8 * 16, 8 * 8 * 2]
     assert [x.chain for x in (prepare, carry, combine, scan)] == [0, 128, 7, 128]
-    # 7 segments of 8 value heads with 4 column blocks: 224 workgroups, two on some processor.
-    assert carry.us == pytest.approx(128 * 1.0 + 3.5)
-    assert combine.us == pytest.approx(7 * 1.2 + 3.5)
-    assert scan.us == pytest.approx(128 * 1.0 + 3.5)
-    assert carry.flops == 7 * 8 * 128 * 2 * 64 * 256 * (128 + 64 + 128)
-    assert combine.flops == 7 * 8 * 2 * 128**3
+    # 7 segments of 8 value heads with 2 column blocks, and 2 more for all but the first: two on some processor.
+    assert carry.us == pytest.approx(128 * COSTS.carry_pair_chunk_us + COSTS.launch_us)
+    assert combine.us == pytest.approx(6 * COSTS.combine_step_us + COSTS.launch_us)
+    chunk_us = COSTS.scan_chunk_us + (COSTS.scan_full_chunk_us - COSTS.scan_chunk_us) * 128 / 132
+    assert scan.us == pytest.approx(128 * chunk_us + COSTS.launch_us)
+    assert carry.flops == (7 + 6) * 8 * 128 * 2 * 64 * 128 * (128 + 64 + 128)
+    assert combine.flops == 6 * 8 * 2 * 128**3
     state, q, v = 128 * 128 * 4, 65536 * 2 * 128 * 2, 65536 * 8 * 128 * 2
     made = dict(render(prepare.spec).workspace)
-    assert combine.bytes == 7 * 8 * 3 * state
-    assert carry.bytes == (q + v + 1024 * 8 * (made["a"] + made["rows"])) * 7 // 8 + 7 * 8 * 2 * state
+    assert combine.bytes == (7 * 3 - 1) * 8 * state
+    assert carry.bytes == (q + v + 1024 * 8 * (made["a"] + made["rows"])) * 7 // 8 + (7 * 2 - 1) * 8 * state
     assert scan.bytes == 2 * q + 2 * v + 1024 * 8 * sum(made.values()) + 8 * state + 7 * 8 * state
     whole = Explanation(split(LONG, "sm_90a", 132)).launches
     assert (prepare.bytes, prepare.flops, scan.flops) == (whole[0].bytes, whole[0].flops, whole[1].flops)
@@ -158,31 +163,32 @@ def test_numbers_of_a_call_in_segments_by_hand() -> None:
 
 def test_two_workgroups_of_carry_share_a_processor_where_they_fit() -> None:
     for op, gdn in (("gated_delta_rule", True), ("delta_rule", True), ("kda", False)):
-        # 3 segments of 8 value heads with 4 column blocks: 96 workgroups on 48, and on 32 processors.
+        # 3 segments of 8 value heads with 2 column blocks, and 2 more for 2 of them: 80 workgroups on 40, and on 27.
         shape = replace(LONG, op=op, tokens=64 * 40)
-        two, three = (split(shape, "sm_90a", processors, 10).us["carry"] for processors in (48, 32))
-        assert two == pytest.approx(10 * (1.0 if gdn else 2 * 0.66) + 3.5)
-        assert three == pytest.approx(10 * (1.66 if gdn else 3 * 0.66) + 3.5)
+        two, three = (split(shape, "sm_90a", processors, 10).us["carry"] for processors in (40, 27))
+        one, pair = COSTS.carry_chunk_us, COSTS.carry_pair_chunk_us
+        assert two == pytest.approx(10 * (pair if gdn else 2 * one) + COSTS.launch_us)
+        assert three == pytest.approx(10 * (pair + one if gdn else 3 * one) + COSTS.launch_us)
 
 
 @pytest.mark.parametrize(
     ("op", "group", "item"),
     [
-        *(("gated_delta_rule", 8, 1.76), ("gated_delta_rule", 4, 1.76), ("gated_delta_rule", 3, 2.6)),
-        *(("gated_delta_rule", 1, 4.0), ("delta_rule", 2, 2.2), ("kda", 4, 6.9), ("gla", 1, 4.1)),
+        *(("gated_delta_rule", 8, 1.4), ("gated_delta_rule", 4, 1.4), ("gated_delta_rule", 3, 2.1)),
+        *(("gated_delta_rule", 1, 3.6), ("delta_rule", 2, 1.8), ("kda", 4, 6.9), ("gla", 1, 4.2)),
     ],
 )
 def test_time_of_prepare(op: str, group: int, item: float) -> None:
     shape = CallShape(op, "bf16", 128, 128, 1, 64 * 132, 4, 4 * group)
     launch = Explanation(split(shape, "sm_90a", 132)).launches[0]
-    assert launch.us == pytest.approx(4 * group * item + 3.5)
+    assert launch.us == pytest.approx(4 * group * item + COSTS.launch_us)
     half = Explanation(split(replace(shape, dk=64, dv=64), "sm_90a", 132)).launches[0]
-    assert half.us == pytest.approx(4 * group * item / 2 + 3.5)
+    assert half.us == pytest.approx(4 * group * item / 2 + COSTS.launch_us)
 
 
 def test_bytes_bound_prepare_where_there_are_more_of_them() -> None:
     prepare = Explanation(split(GDN, "sm_90a", 100_000)).launches[0]
-    assert prepare.us == pytest.approx(prepare.bytes / 4.3e6 + 3.5)
+    assert prepare.us == pytest.approx(prepare.bytes / 4.3e6 + COSTS.launch_us)
 
 
 def test_packed_sequences_are_taken_as_an_even_split() -> None:

@@ -147,8 +147,9 @@ def test_what_a_carry_reads_and_writes(op: str, dim: int) -> None:
     names = {source.spec.stage: {f.name for f in source.abi} for source in (carry, combine, scan)}
     assert "ws_carry" in names["carry"] & names["combine"]
     assert "ws_starts" in names["combine"] & names["scan"]
-    assert not names["carry"] & {"o", "o_map", "q_map", "ws_q_in", "ws_p", "initial_state", "final_state", "ws_starts"}
-    assert names["combine"].isdisjoint({"q_map", "k_map", "v_map", "final_state", "ws_a"})
+    assert not names["carry"] & {"o", "o_map", "q_map", "ws_q_in", "ws_p", "final_state", "ws_starts"}
+    assert "initial_state" in names["carry"] & names["scan"]  # a first segment starts from it
+    assert names["combine"].isdisjoint({"initial_state", "q_map", "k_map", "v_map", "final_state", "ws_a"})
     for each in names.values():
         assert {"segment_chunks", "sequences", "has_cu_seqlens", "cu_is_int64", "tokens", "value_heads"} <= each
     # All that it reads of the chunks is what `prepare` made.
