@@ -146,8 +146,8 @@ def roofline(rows: Sequence[Row], limits: Ceilings | None) -> Figure:
         groups.setdefault(row["op"], []).append(row)
     for n, (op, group) in enumerate(groups.items()):
         x, y = [row["flops"] / row["bytes"] for row in group], [row["tflops"] for row in group]
-        style = {"color": _COLORS[n % _MOST], "marker": _MARKERS[n % _MOST]}
-        axes.scatter(x, y, s=22, alpha=0.6, label=op, linewidths=0, **style)
+        color, marker = _COLORS[n % _MOST], _MARKERS[n % _MOST]
+        axes.scatter(x, y, s=22, alpha=0.6, label=op, linewidths=0, color=color, marker=marker)
     axes.set_xscale("log")
     axes.set_yscale("log")
     if limits is not None:
