@@ -69,5 +69,23 @@ class LaunchError(QlaError):
     """The driver refused to load or launch a kernel."""
 
 
+class HipError(LaunchError):
+    """A call of the HIP runtime failed.
+
+    Parameters
+    ----------
+    what : was tried.
+    name : of the `hipError_t`, e.g. ``"hipErrorNoBinaryForGpu"``.
+    code : its number.
+    """
+
+    def __init__(self, what: str, name: str, code: int) -> None:
+        self.what, self.name, self.code = what, name, code
+        super().__init__(f"{what}: {name} ({code})")
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.what, self.name, self.code)
+
+
 class CaptureError(QlaError):
     """A kernel would have to be compiled or loaded inside a graph capture; the message says what to run before it."""

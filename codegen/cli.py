@@ -299,6 +299,24 @@ def _summary(target: str, builds: Sequence[Build], seconds: float) -> list[str]:
 
 
 @app.command()
+def doctor() -> None:
+    """Show which torch, HIP, hiprtc, CuPy, NVRTC and clang are found here, and how to get what is not.
+
+    Exits with 0 whatever is missing: nobody needs all of it.
+    """
+    from qla.codegen.doctor import examine
+
+    console = _wide_console()
+    table = Table()
+    for column in ("part", "version", "for", "where, or how to get it"):
+        table.add_column(column, overflow="fold")
+    for part in examine():
+        last = "\n".join(filter(None, (part.where, part.advice)))
+        table.add_row(part.name, part.version or "[yellow]not found[/]", part.purpose, escape(last))
+    console.print(table)
+
+
+@app.command()
 def lines() -> None:
     """Count what the ops share in the kernel templates, and the lines of each target's own files.
 

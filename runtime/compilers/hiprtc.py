@@ -10,6 +10,7 @@ from typing import Any
 from qla.codegen.spec import Source
 from qla.errors import CompilerNotFoundError, install_hint
 from qla.runtime.compilers.base import Binary, CompilerIdentity, failed, file_identity, mapped_libraries
+from qla.runtime.hip_libraries import mapped_first
 from qla.targets.base import Target
 
 _HINT = f"install ROCm, and {install_hint('rocm')}; to compile without ROCm, {install_hint('cpu')}"
@@ -26,7 +27,8 @@ def _load(binding: Any) -> tuple[Any, CompilerIdentity] | None:
     try:
         if binding is None:
             binding = importlib.import_module("hip").hiprtc
-        status, major, minor = binding.hiprtcVersion()
+        with mapped_first():
+            status, major, minor = binding.hiprtcVersion()
     except (ImportError, AttributeError, RuntimeError, OSError):
         return None
     if int(status):
@@ -66,13 +68,13 @@ class Hiprtc:
             source.text.encode(), f"{source.entry}.hip".encode(), 0, None, None
         )
         if int(status):
-            raise failed(source, identity, f"could not start ({status})", "")
+            raise failed(source, identity, f"could not start ({_name(status)})", "")
         try:
             options = [option.encode() for option in self.options()]
             status = hiprtc.hiprtcCompileProgram(program, len(options), options)[0]
             log = _read(hiprtc, program, "ProgramLog").rstrip(b"\0").decode("utf-8", "replace")
             if int(status):
-                raise failed(source, identity, f"failed ({status})", log)
+                raise failed(source, identity, f"failed ({_name(status)})", log)
             data = _read(hiprtc, program, "Code")
             if not data:
                 raise failed(source, identity, "gave no code", log)
@@ -96,6 +98,11 @@ class Hiprtc:
                 _found = _load(None)
                 _absent = _found is None
             return _found
+
+
+def _name(status: Any) -> str:
+    """Of a `hiprtcResult`, which prints as its number."""
+    return str(getattr(status, "name", status))
 
 
 def _read(hiprtc: Any, program: Any, what: str) -> bytes:

@@ -72,6 +72,11 @@ def _zig() -> tuple[Path, CompilerIdentity]:
     return path, CompilerIdentity("zig", done.stdout.strip(), build)
 
 
+def location() -> Path:
+    """The compiler's binary; raises `CompilerNotFoundError` where there is none."""
+    return _zig()[0]
+
+
 class _Session:
     """A private folder in which one source is compiled, step by step; a context manager."""
 

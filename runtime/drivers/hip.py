@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from qla.codegen.spec import Source
-from qla.errors import LaunchError, install_hint
+from qla.errors import HipError, LaunchError, install_hint
 from qla.runtime.arguments import ArgumentBlock
+from qla.runtime.hip_libraries import check_one_runtime, mapped_first, mapped_runtimes
 
 _MAX_WORK_ITEMS = 1 << 32
 
@@ -48,16 +48,25 @@ class HipDriver:
         self._api: Any = hip
         self._launch: Callable[..., Any] = hip.hipModuleLaunchKernel
         self._success: Any = hip.hipError_t.hipSuccess
-        self._checked = False
+        self._connected = False
 
     def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             status, *results = function(*arguments)
         except RuntimeError as error:
             raise LaunchError(f"{what}: the HIP runtime library cannot be used: {error}") from error
+        except ValueError as error:  # a status of a newer ROCm, which this hip-python has no name for
+            raise LaunchError(f"{what} on device {self.index}: {error}") from error
         if status != self._success:
-            raise LaunchError(f"{what} on device {self.index}: {getattr(status, 'name', status)}")
+            raise HipError(f"{what} on device {self.index}", status.name, status.value)
         return results[0] if results else None
+
+    def _connect(self, what: str) -> None:
+        """Open the HIP library, before anything is asked of it that would start a second one."""
+        with mapped_first():
+            self._call(what, self._api.hipRuntimeGetVersion)
+        check_one_runtime(mapped_runtimes())
+        self._connected = True
 
     @cached_property
     def processors(self) -> int:
@@ -67,10 +76,9 @@ class HipDriver:
     def load(self, binary: bytes, source: Source) -> HipKernel:
         """Load a code object on the current device."""
         what = f"cannot load {source.entry}"
+        if not self._connected:
+            self._connect(what)
         module = self._call(what, self._api.hipModuleLoadData, binary)
-        if not self._checked:
-            check_one_runtime(mapped_runtimes())
-            self._checked = True
         function = self._call(what, self._api.hipModuleGetFunction, module, source.entry.encode())
         return HipKernel(source.entry, function, module, source.limits.threads)
 
@@ -98,22 +106,3 @@ class HipDriver:
     ) -> Callable[[int], bytes]:
         """AMD devices have no tensor maps."""
         raise LaunchError("a HIP kernel asks for a tensor map, which AMD devices do not have")
-
-
-def mapped_runtimes(maps: str = "/proc/self/maps") -> list[str]:
-    """Paths of the HIP runtime libraries mapped into this process."""
-    try:
-        lines = Path(maps).read_text().splitlines()
-    except OSError:
-        return []
-    names = (line.split(maxsplit=5)[5] for line in lines if "libamdhip64" in line)
-    return list(dict.fromkeys(names))
-
-
-def check_one_runtime(paths: Sequence[str]) -> None:
-    """Refuse two copies of the HIP runtime: streams and addresses of one mean nothing to the other."""
-    if len(paths) > 1:
-        raise LaunchError(
-            f"two HIP runtimes are loaded: {', '.join(paths)}. hip-python must use the one of torch: "
-            f"point ROCM_PATH and LD_LIBRARY_PATH at it"
-        )

@@ -7,11 +7,12 @@ import pickle
 
 import pytest
 
-from qla.errors import CaptureError, CompilationError, QlaError, UnsupportedError
+from qla.errors import CaptureError, CompilationError, HipError, QlaError, UnsupportedError
 
 ERRORS = [
     UnsupportedError("q", "torch.int32", "bf16, fp16", "Cast it"),
     CompilationError("kernel for host", "line 3: no", "/tmp/kernel.cpp"),
+    HipError("cannot load k on device 0", "hipErrorNoBinaryForGpu", 209),
     CaptureError("run this first"),
 ]
 

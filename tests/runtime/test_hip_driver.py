@@ -11,14 +11,14 @@ import pytest
 import torch
 from sources import source
 
-from qla.errors import LaunchError
+from qla.errors import HipError, LaunchError
 from qla.runtime.arguments import ArgumentBlock
 from qla.runtime.drivers import hip
 
 
 class Status:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, value: int = 0) -> None:
+        self.name, self.value = name, value
 
 
 class HipApi(types.ModuleType):
@@ -34,6 +34,9 @@ class HipApi(types.ModuleType):
         if self.missing:
             raise RuntimeError("failed to dlopen 'libamdhip64.so'")
         self.calls.append(call)
+
+    def hipRuntimeGetVersion(self) -> tuple[Any, ...]:  # noqa: N802
+        return self.success, 70253211
 
     def hipModuleLoadData(self, image: bytes) -> tuple[Any, ...]:  # noqa: N802
         self._record("load", image)
@@ -75,8 +78,8 @@ def test_hip_errors(hip_api: HipApi) -> None:
     kernel = driver.load(b"code", source("k", "gfx950"))
     with pytest.raises(LaunchError, match="work items"):
         driver.launch(kernel, 1 << 25, ArgumentBlock(bytes(64)), 0)
-    hip_api.status = Status("hipErrorInvalidImage")
-    with pytest.raises(LaunchError, match="cannot load k on device 0: hipErrorInvalidImage"):
+    hip_api.status = Status("hipErrorInvalidImage", 200)
+    with pytest.raises(HipError, match=r"cannot load k on device 0: hipErrorInvalidImage \(200\)"):
         driver.load(b"code", source("k", "gfx950"))
     with pytest.raises(LaunchError, match="hipErrorInvalidImage"):
         driver.launch(kernel, 1, ArgumentBlock(bytes(64)), 0)
