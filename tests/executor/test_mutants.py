@@ -39,6 +39,8 @@ EXPLAINED = {
     "(low + high + 1 + 1) / 2": "still between the ends of the search, which takes any such place",
     "(low + 1 + high + 1) / 2": "likewise",
     "(row * COLUMNS + 1 + column) / 2": "columns of pairs are even",
+    "column / 17 * 16": "zeros above the diagonal are multiplied too",
+    "x = args.lower_bound / (": "gates per head have no lower bound",
     # Below the bar.
     "bits + 1 + 0x7FFF": "halves are rounded the other way",
 }
@@ -54,7 +56,7 @@ def cases(name: str) -> list[Case]:
     long = inputs.make(name, T=129, H=1, HV=2, state=True, gate="long", seed=1, allow_neg_eigval=True, **SIGMOID)
     packed = inputs.make(
         name, T=135, H=2, HV=4, lengths=[0, 1, 64, 65], index_dtype=torch.int32, v_first=True, state=True,
-        gate_dtype=torch.bfloat16, beta_dtype=torch.float16, seed=2, use_qk_l2norm_in_kernel=True, **RAW,
+        gate_dtype=torch.bfloat16, beta_dtype=torch.float16, seed=2, keys="raw", use_qk_l2norm_in_kernel=True, **RAW,
     )  # fmt: skip
     bounded: dict[str, Any] = {"lower_bound": -5.0} if name == "chunk_kda" else {}
     batch = inputs.make(name, T=64, B=2, H=1, HV=2, seed=3, gate_dtype=torch.float16, scale=0.7, **RAW, **bounded)

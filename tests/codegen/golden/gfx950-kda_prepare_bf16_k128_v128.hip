@@ -511,8 +511,7 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
   sync();
   FOR_EACH(i, C * C / 8) {
     const Place p = image_place<C, C>(i);
-    EightFloats x = {};  // no block above the diagonal is kept
-    if (p.column / 16 <= p.row / 16) x = *(const EightFloats*)(shared.L + lower_at(p.row, p.column));
+    const EightFloats x = *(const EightFloats*)(shared.L + lower_at(p.row, p.column));
     const EightFloats beta = *(const EightFloats*)(shared.beta + p.column);
     float a[8];
     for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? x.x[e] * beta.x[e] : 0.f;

@@ -195,11 +195,9 @@ DEV void store_matrix(T&, void* to, i64 place, Products& products, R row, S colu
 // A of a head.
 DEV void store_inverses(float (&L)[TEAMS][LOWER], float (&betas)[TEAMS][C], int, void* to, i64 place) {
   solve_unit_lower(L[0]);
-  sync();
   FOR_EACH(i, C * C / 8) {
     const Place p = image_place<C, C>(i);
-    EightFloats x = {};  // no block above the diagonal is kept
-    if (p.column / 16 <= p.row / 16) x = *(const EightFloats*)(L[0] + lower_at(p.row, p.column));
+    const EightFloats x = *(const EightFloats*)(L[0] + lower_at(p.row, p.column));
     const EightFloats beta = *(const EightFloats*)(betas[0] + p.column);
     float a[8];
     for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? x.x[e] * beta.x[e] : 0.f;
