@@ -186,7 +186,7 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
     abi = prepare_abi(spec, buffers)
     threads = target.threads[spec.features.gate]
     pad, teams = target.facts.get("tile_pad", 0), target.facts.get("teams", 1)
-    shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, pad, teams)
+    shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, spec.dv, pad, teams, spec.saves)
     if 0 < target.shared_limit < shared_bytes:
         raise ScheduleError(f"{shared_bytes} bytes of shared memory exceed the target's {target.shared_limit}")
     template = environment().get_template("kernels/prepare.j2")
