@@ -96,7 +96,7 @@ def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int)
     return layout
 
 
-def prepare_shared_bytes(op: Op, chunk: int, dk: int, dv: int, pad: int, teams: int, saves: bool) -> int:
+def prepare_shared_bytes(op: Op, chunk: int, dk: int, dv: int, pad: int, teams: int, saves: bool, reach: bool) -> int:
     """Bytes of what the threads of a `prepare` workgroup share (`struct Shared` of its template).
 
     Rows of a tile are followed by `pad` unused numbers; several teams invert a matrix each, in blocks. With channel gates
@@ -117,4 +117,4 @@ def prepare_shared_bytes(op: Op, chunk: int, dk: int, dv: int, pad: int, teams: 
         apart = saves and op.delta and teams > 1
         total = tiles + chunk * dv * 2 + matrices if apart else max(tiles, matrices)
         total += teams * chunk * 4 * (2 * (op.gate == "head") + op.delta)
-    return -(-(total + 2 * chunk * 4) // _ALIGN) * _ALIGN
+    return -(-(total + (2 + reach) * chunk * 4) // _ALIGN) * _ALIGN
