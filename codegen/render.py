@@ -89,6 +89,7 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
         "K": spec.dk,
         "V": spec.dv,
         "facts": target.facts,
+        "processors": target.processors,
         "spec": {"name": spec.name, "target": spec.target},
         "entry": spec.name,
         "title": _title(spec),

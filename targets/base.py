@@ -39,7 +39,8 @@ class Costs:
     carry_chunk_us : likewise of a chunk of a `carry`: alone on a processor, and of two of them where two fit.
     reach_chunks : chunks that a `carry` walks through at least, by gate kind, with decays as models have them; none
         where it always walks through all of a segment.
-    combine_step_us, combine_short_step_us : of a segment of `combine`, and of one that no earlier state reaches through.
+    combine_step_us, combine_short_step_us : of a segment of `combine`, and of one that no earlier state reaches
+        through.
     launch_us : of a kernel more.
     prepare_us : of a (chunk, value head) of a `prepare` with K = 128 on one processor, by (delta, gate), and by the
         number of value heads that share keys and queries from which on it takes that long.

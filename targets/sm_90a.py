@@ -18,9 +18,9 @@ _COSTS = Costs(
     combine_short_step_us=0.6,
     launch_us=5.0,
     prepare_us={
-        (True, "head"): {1: 3.6, 2: 2.1, 4: 1.4},
-        (True, "none"): {1: 3.1, 2: 1.8, 4: 1.2},  # by the ratio of earlier kernels
-        (True, "channel"): {1: 6.9},
+        (True, "head"): {1: 2.7, 2: 1.8, 4: 1.15},
+        (True, "none"): {1: 2.1, 2: 1.5, 4: 0.85},
+        (True, "channel"): {1: 6.6},
         (False, "channel"): {1: 4.2},
     },
     bandwidth=4.3e6,
