@@ -42,7 +42,7 @@ def test_union_of_intervals() -> None:
 
 
 def test_repetitions_begin_at_flushes_only() -> None:
-    groups = repetitions(list(reversed(trace(5))), FLUSH, 5)
+    (groups,) = repetitions(list(reversed(trace(5))), FLUSH, [5])
     assert [[e.name for e in group] for group in groups] == [["Memset (Device)", "prepare", "scan"]] * 5
     timing = summarize(groups, 0.3)
     assert timing.device_ms == pytest.approx((1 + 50 + 2) / 1e3)
@@ -51,17 +51,26 @@ def test_repetitions_begin_at_flushes_only() -> None:
     assert (timing.wall_ms, len(timing.samples)) == (0.3, 5)
 
 
+def test_several_calls_in_one_trace() -> None:
+    single = [Event(FLUSH.name, 9000.0, 9065.0), Event("scan", 9070.0, 9080.0)]
+    first, second = repetitions([*trace(3), *single], FLUSH, [3, 1])
+    assert [len(group) for group in first] == [3, 3, 3]
+    assert summarize(second, 0.0).device_ms == pytest.approx(10e-3)
+    with pytest.raises(TimerError):  # a call must do the same each time
+        repetitions([*trace(3), *single], FLUSH, [2, 2])
+
+
 @pytest.mark.parametrize("lost", [0, 3, 4])
 def test_lost_events_are_noticed(lost: int) -> None:
     events = trace(5)
     del events[lost]
     with pytest.raises(TimerError):
-        repetitions(events, FLUSH, 5)
+        repetitions(events, FLUSH, [5])
 
 
 def test_nothing_but_flushes_is_no_measurement() -> None:
     with pytest.raises(TimerError, match="kernels after one"):
-        repetitions([Event(FLUSH.name, 100.0 * i, 100.0 * i + 60) for i in range(3)], FLUSH, 3)
+        repetitions([Event(FLUSH.name, 100.0 * i, 100.0 * i + 60) for i in range(3)], FLUSH, [3])
 
 
 def test_clock() -> None:
@@ -95,6 +104,9 @@ def test_device_time_of_a_known_kernel() -> None:
     assert timing.device_ms == pytest.approx(timing.wall_ms, rel=0.1)
     both = timer.measure(lambda: (y.copy_(x), y.zero_()))
     assert timing.device_ms < both.device_ms < 2 * timing.device_ms
+    together = timer.measure_all([lambda: y.copy_(x), lambda: y.zero_()])
+    assert together[0].device_ms == pytest.approx(timing.device_ms, rel=0.1)
+    assert together[1].device_ms < together[0].device_ms
     # Events see the launch as well, and little else of a call this long.
     events = EventTimer(10).measure(lambda: y.copy_(x))
     assert events.device_ms == pytest.approx(timing.device_ms, rel=0.1)
