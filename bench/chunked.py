@@ -139,7 +139,7 @@ def states(x: Operands, at_once: int = 64) -> Iterator[torch.Tensor]:
         whole = min(rows, length - at) // CHUNK
 
         def split(part: torch.Tensor, at: int = at, whole: int = whole) -> torch.Tensor:
-            return part[0, at : at + whole * CHUNK].unflatten(0, (whole, CHUNK)).transpose(1, 2)
+            return part[0, at : at + whole * CHUNK].view(whole, CHUNK, *part.shape[2:]).transpose(1, 2)
 
         decay, step = (None if part is None else split(part) for part in (x.decay, x.step))
         for M, N in zip(*transitions(split(x.k), split(x.v), decay, step), strict=True):

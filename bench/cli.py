@@ -133,12 +133,14 @@ def run(
     patience: _Patience = 300.0,
     device: _Device = "",
     retry: Annotated[bool, typer.Option("--retry", help="Measure cases again whose row is an error.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes of a peer that compile before it is measured.", min=1)] = 1,
 ) -> None:
     """Measure workloads, and append a row per case and peer to a JSONL file.
 
     Each peer runs in a process of its own. Rows that are there already (of this device, and this code or version of a
     peer) are not measured again. On a CPU the host target runs on reduced shapes: at most 256 tokens, 4 value heads
-    (but one group), 2 rows and 8 packed sequences. Peers are not asked for the ops that qla cannot run.
+    (but one group), 2 rows and 8 packed sequences. Peers are not asked for the ops that qla cannot run. Our kernels are
+    compiled by all cores first; `--jobs` has a peer compile before, too, as far as it keeps what it compiles on disk.
     """
     from qla.bench.peers import OURS, PEERS
     from qla.bench.runner import Runner
@@ -148,7 +150,7 @@ def run(
     if unknown or not names:
         raise _fail(f"--peers {peers!r}: {', '.join(PEERS)}, or all")
     cases = _selected(op, seed, name, dtype)
-    runner = Runner(output, _device(device), reps, budget, patience, _folders(peer_path or []), retry)
+    runner = Runner(output, _device(device), reps, budget, patience, _folders(peer_path or []), retry, jobs)
     bad = ours = finished = left = 0
     with _bar() as progress:
         for peer in names:
