@@ -53,6 +53,13 @@ def _selected(op: str, seed: str, name: str, dtype: str) -> list[Case]:
     return cases
 
 
+def _spread(cases: list[Case], count: int) -> list[Case]:
+    """So many of the cases, at even distances; all where there are no more, or count is 0."""
+    if not 0 < count < len(cases):
+        return cases
+    return [cases[len(cases) * n // count] for n in range(count)]
+
+
 def _device(device: str) -> str:
     # Imported here, as everything that needs torch: it takes its time, and help needs none of it.
     import torch
@@ -271,7 +278,9 @@ def compare(
     margin: Annotated[float, typer.Option(help="Relative change that matters.", min=0.001)] = 0.03,
     rounds: Annotated[int, typer.Option(help="Rounds of fresh processes; a rerun has as many again.", min=2)] = 5,
     blocks: Annotated[int, typer.Option(help="Turns of each process in a round.", min=1)] = 5,
-    reps: Annotated[int, typer.Option(help="Repetitions in a turn, on a GPU.", min=1)] = 5,
+    reps: Annotated[int, typer.Option(help="Repetitions in a turn, on a GPU.", min=1)] = 10,
+    cases: Annotated[int, typer.Option(help="At most so many workloads, spread over those chosen.", min=0)] = 0,
+    plant: Annotated[float, typer.Option(help="Make calls of B longer by so many percent, to see it found.")] = 0.0,
     budget: _Budget = math.inf,
     patience: _Patience = 300.0,
     device: _Device = "",
@@ -290,15 +299,17 @@ def compare(
     from qla.bench.subjects import SubjectError, prepared
 
     device = _device(device)
-    cases = [case for case in _selected(op, seed, name, dtype) if case.traits]
-    cases = distinct(cases) if device == "cpu" else cases
-    if not cases:
+    chosen = [case for case in _selected(op, seed, name, dtype) if case.traits]
+    chosen = distinct(chosen) if device == "cpu" else chosen
+    if not chosen:
         raise _fail("none of these workloads can be run yet")
+    chosen = _spread(chosen, cases)
+    slowdown = 1 + plant / 100
     try:
         with prepared(a) as first, prepared(b) as second:
             path = Path(samples) if samples else None
-            with Comparer(first, second, device, path, blocks, reps, patience, budget) as comparer:
-                code = _compare_versions(comparer, cases, margin, rounds, output)
+            with Comparer(first, second, device, path, blocks, reps, patience, budget, slowdown) as comparer:
+                code = _compare_versions(comparer, chosen, margin, rounds, output)
     except SubjectError as error:
         raise _fail(str(error)) from None
     raise typer.Exit(code)
@@ -353,6 +364,8 @@ def _compare_versions(comparer: Comparer, cases: Sequence[Case], margin: float, 
     )
     if comparer.hello["A"]["settled"]:
         facts += " Addresses are not random, and the same for A and B in a round."
+    if comparer.slowdown != 1:
+        facts += f" Calls of B were made {100 * (comparer.slowdown - 1):.3g} % longer on purpose."
     if not complete:
         facts += " The budget ended before all rounds: run again with the same --samples to go on."
     title = f"Performance: {comparer.a.label} (A) and {comparer.b.label} (B)"

@@ -29,6 +29,7 @@ WARM_UP = 3
 _ATTEMPTS = 3
 _PATIENCE = 0.25  # seconds after which a slow call is repeated no more often than _LEAST
 _LEAST = 3
+_BLOCK_MS = 20.0
 
 
 class TimerError(RuntimeError):
@@ -266,7 +267,9 @@ class DeviceTimer:
 
 
 class EventTimer:
-    """Events around single calls, on the current GPU: gaps between kernels and waiting for launches count too.
+    """Events around single calls, on the current GPU: gaps between kernels count too.
+
+    Each goes behind two flushes: while these run, the launches of the call are queued, and nothing waits for the host.
 
     Parameters
     ----------
@@ -277,12 +280,14 @@ class EventTimer:
     def __init__(self, count: int = 10, calls: int = 10) -> None:
         self.count, self.calls = count, calls
         self._flush = _Flush()
-        self.description = f"events around each call, gaps included; {self._flush.description}"
+        self.description = f"events around each call, gaps included; {self._flush.description}, twice"
 
-    def _times(self, call: Callable[[], object], count: int) -> list[float]:
+    def times(self, call: Callable[[], object], count: int) -> list[float]:
+        """Milliseconds of each of so many calls."""
         mark: Any = torch.cuda.Event
         pairs = [(mark(enable_timing=True), mark(enable_timing=True)) for _ in range(count)]
         for first, last in pairs:
+            self._flush()
             self._flush()
             first.record()
             call()
@@ -294,15 +299,17 @@ class EventTimer:
         """Time a call."""
         seconds = _warm(call)
         wall_ms = _wall_ms(call, _affordable(self.calls, seconds))
-        return _timing(self._times(call, _affordable(self.count, seconds)), wall_ms, {})
+        return _timing(self.times(call, _affordable(self.count, seconds)), wall_ms, {})
 
     def measure_all(self, calls: Sequence[Callable[[], object]]) -> list[Timing]:
         """Time several, one after the other."""
         return [self.measure(call) for call in calls]
 
     def block(self, call: Callable[[], object]) -> float:
-        """Median of a few flushed calls."""
-        return statistics.median(self._times(call, self.count))
+        """Median of a few flushed calls, fewer where they are slow."""
+        times = self.times(call, _LEAST)
+        rest = min(self.count - _LEAST, int(_BLOCK_MS / statistics.median(times)))
+        return statistics.median(times + self.times(call, max(rest, 0)))
 
 
 class ClockTimer:
@@ -370,10 +377,12 @@ class ProcessorTimer(ClockTimer):
         return min(times + self._times(call, max(rest, 0)))
 
 
-def timer_for(device: str, count: int) -> Timer:
-    """The timer for calls on ``"cuda"`` or ``"cpu"``."""
+def timer_for(device: str, count: int, trace: bool = True) -> Timer:
+    """The timer for calls on ``"cuda"`` or ``"cpu"``; without `trace`, one that needs no setting up."""
     if device == "cpu":
         return ClockTimer(count)
+    if not trace:
+        return EventTimer(count)
     try:
         return DeviceTimer(count)
     except TimerError:

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,6 +33,7 @@ from qla.bench.isolate import Setup
 from qla.bench.machine import clocks, describe
 from qla.bench.peers import PEERS, NotOfferedError
 from qla.bench.plans import compile_all, kernels
+from qla.bench.plant import slowed
 from qla.bench.timing import ClockTimer, ProcessorTimer, Timer, Timing, timer_for
 from qla.bench.tunings import apply
 from qla.bench.workloads import Case
@@ -76,7 +77,7 @@ class Worker:
             torch.set_num_threads(1)
             self.timer = ProcessorTimer(setup.repetitions)
         else:
-            self.timer = timer_for(self.device, setup.repetitions)
+            self.timer = timer_for(self.device, setup.repetitions, setup.trace)
         return {
             "version": version, "machine": asdict(machine), "timer": self.timer.description,
             "settled": _settled(), "python": sys.version.split()[0], "home": os.path.dirname(str(qla.__file__)),
@@ -109,6 +110,8 @@ class Worker:
         for _ in range(3):
             self.call.run()
         self._wait()
+        if self.setup.slowdown > 1:
+            self.call = replace(self.call, run=slowed(self.call.run, self.setup.slowdown, self.timer))
         return {"reduced": case.reduced}
 
     def warm(self, cases: Sequence[Case]) -> Row:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import pytest
 import torch
 
+from qla.bench.plant import slowed
 from qla.bench.timing import (
     ClockTimer,
     DeviceTimer,
@@ -111,3 +113,14 @@ def test_device_time_of_a_known_kernel() -> None:
     events = EventTimer(10).measure(lambda: y.copy_(x))
     assert events.device_ms == pytest.approx(timing.device_ms, rel=0.1)
     assert timer.block(lambda: y.copy_(x)) == pytest.approx(timing.device_ms, rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1 << 24, 1 << 28])
+def test_a_planted_slowdown_is_as_large_as_asked_for(size: int) -> None:
+    timer = EventTimer(10)
+    x = torch.randn(size, device="cuda")
+    y = torch.empty_like(x)
+    longer = slowed(lambda: y.copy_(x), 1.05, timer)
+    plain, planted = (statistics.median(timer.times(f, 50)) for f in (lambda: y.copy_(x), longer))
+    assert planted / plain == pytest.approx(1.05, abs=0.02)
