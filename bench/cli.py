@@ -231,25 +231,102 @@ def sweep(
     seed: _Seed = "",
     name: _Name = "",
     dtype: _Dtype = "",
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file, continued if there.")] = Path("sweep.json"),
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File, continued if there: sweep.jsonl, or sweep.json.")
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="The 12 workloads that costs are not fitted to.")
+    ] = False,
+    update: Annotated[bool, typer.Option("--update", help="Fit the planner's costs, and go by them.")] = False,
+    tunings: Annotated[bool, typer.Option("--tunings", help="The target's tunings, not splits of sequences.")] = False,
+    costs: Annotated[str, typer.Option(help="File that --update writes. Default: the target's own.")] = "",
     budget: _Budget = math.inf,
-    reps: Annotated[int, typer.Option(help="Repetitions of each tuning.", min=1)] = 10,
+    reps: Annotated[int, typer.Option(help="Repetitions of each choice.", min=1)] = 10,
     patience: _Patience = 120.0,
     device: _Device = "",
 ) -> None:
-    """Measure every legal tuning of the target for the workloads, against what the runtime takes by itself.
+    """Measure the ways to split sequences into segments, against the one that the runtime takes by itself.
 
-    Each tuning has a process of its own and an empty cache. What asks for more than the device has is recorded with its
-    error.
+    Without a choice of workloads, 12 that span the regimes. --update fits the costs that the planner goes by to the
+    times of all stages, and writes them to targets/tuned. With --tunings, every legal tuning of the target's kernels is
+    measured instead, each in a process of its own with an empty cache.
     """
+    from qla.bench.isolate import WorkerError
+    from qla.bench.split_sweep import SplitSweep, listed
+
+    if tunings:
+        if update or held_out:
+            raise _fail("--update and --held-out are for splits, not for --tunings")
+        cases = [case for case in _selected(op, seed, name, dtype) if case.traits]
+        _sweep_tunings(cases, output or Path("sweep.json"), _device(device), reps, patience, budget)
+        return
+    if op or seed or name or dtype:
+        cases = [case for case in _selected(op, seed, name, dtype) if case.traits]
+    else:
+        cases = listed("held-out" if held_out else "swept")
+    if not cases:
+        raise _fail("none of these workloads can be run yet")
+    path = output or Path("sweep.jsonl")
+    try:
+        with SplitSweep(path, _device(device), reps, patience, budget) as job, _bar() as progress:
+            todo = job.todo(cases)
+            task = progress.add_task("workloads", total=len(todo))
+            left = job.run(todo, lambda case: progress.update(task, advance=1))
+            if update:
+                chosen = {case.name for case in cases}
+                _tune([row for row in job.rows if row["call"] in chosen], costs)
+            rows, ratios = job.table(cases)
+    except WorkerError as error:
+        raise _fail(str(error)) from None
+    typer.echo("\t".join(("workload", "choices", "auto (ms)", "auto", "best (ms)", "best", "auto over best")))
+    for row in rows:
+        typer.echo("\t".join(row))
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        typer.echo(f"auto over best: {max(ratios):.3f} at most, geometric mean {mean:.3f}, {len(ratios)} workloads")
+    typer.echo(f"{len(todo) - left} measured, {left} left: {path}")
+
+
+def _tune(rows: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Fit costs to rows, write them and have this process go by them."""
+    from dataclasses import replace
+
+    from qla.bench.split_sweep import tune, tuned_path, write_tuned
+    from qla.targets import TARGETS
+
+    try:
+        target, costs, regret = tune(rows)
+    except ValueError as error:
+        raise _fail(str(error)) from None
+    where = Path(path) if path else tuned_path(target)
+    write_tuned(where, costs, rows)
+    TARGETS[target] = replace(TARGETS[target], costs=costs)
+    worst = max(regret, key=lambda call: regret[call])
+    typer.echo(f"{where}: choices up to {100 * regret[worst]:.1f} % from the best measured ({worst})")
+
+
+@app.command()
+def tune(
+    results: Annotated[list[Path], typer.Argument(help="JSONL files that `sweep` wrote, of one device.")],
+    costs: Annotated[str, typer.Option(help="File to write. Default: the target's own.")] = "",
+) -> None:
+    """Fit the planner's costs to what `sweep` measured before, here or elsewhere."""
+    from qla.bench.runner import read_rows
+
+    missing = [str(path) for path in results if not path.is_file()]
+    if missing:
+        raise _fail(f"no such file: {', '.join(missing)}")
+    _tune([row for path in results for row in read_rows(path)], costs)
+
+
+def _sweep_tunings(cases: Sequence[Case], output: Path, device: str, reps: int, patience: float, budget: float) -> None:
     from qla.bench.isolate import WorkerError
     from qla.bench.sweep import Sweep
 
-    cases = [case for case in _selected(op, seed, name, dtype) if case.traits]
     if not cases:
         raise _fail("none of these workloads can be run yet")
     try:
-        job = Sweep(output, _device(device), reps, patience, budget)
+        job = Sweep(output, device, reps, patience, budget)
     except WorkerError as error:
         raise _fail(str(error)) from None
     pairs = job.todo(cases)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import cast
 
 from qla.bench.workloads import OPS, Case
 from qla.codegen.ops import OPS as FEATURES
-from qla.codegen.planner import CallShape, plan_call
+from qla.codegen.planner import CallShape, Choice, plan_call
 from qla.codegen.render import render
 from qla.codegen.spec import Dtype, KernelSpec
 from qla.errors import UnsupportedError
@@ -29,16 +30,27 @@ def call_shape(case: Case) -> CallShape:
     return CallShape(name, cast(Dtype, _DTYPES[case.dtype]), *sizes, sequences=packed, saves=op.saves)
 
 
-def kernels(cases: Iterable[Case], target: str, processors: int) -> list[KernelSpec]:
-    """Of all calls, each once; a case that no kernel fits has none."""
+def kernels(
+    cases: Iterable[Case],
+    target: str,
+    processors: int,
+    choose: Callable[[CallShape, str, int], Sequence[Choice]] | None = None,
+) -> list[KernelSpec]:
+    """Of all calls, each once; a case that no kernel fits has none.
+
+    Parameters
+    ----------
+    cases, target, processors : the calls, and the device.
+    choose : gives several ways to run a call; by default the one that the planner takes.
+    """
     found: dict[KernelSpec, None] = {}
     for case in cases:
         if case.traits is None:
             continue
-        try:
-            found.update(dict.fromkeys(plan_call(call_shape(case), target, processors).kernels))
-        except UnsupportedError:
-            continue
+        call = (call_shape(case), target, processors)
+        with suppress(UnsupportedError):
+            for choice in choose(*call) if choose else [plan_call(*call)]:
+                found.update(dict.fromkeys(choice.kernels))
     return list(found)
 
 

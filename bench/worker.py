@@ -3,7 +3,9 @@
 Requests and answers are JSON objects. The first request is a `Setup`; then come
 
 - ``{"measure": [{"case": case, "check": key, "errors": ...}, ...]}`` for rows of `run`,
-- ``{"warm": [case, ...]}`` to compile our kernels for these cases,
+- ``{"warm": [case, ...]}`` to compile our kernels for these cases, and with ``"split": true`` those of all ways to
+  split them,
+- ``{"splits": case}`` for the time of each of these ways, and ``"knobs": [...]`` for some only,
 - ``{"prepare": case}`` and ``{"block": true}`` for the rounds of `compare`.
 
 What a peer prints goes to standard error, so that it cannot get between the answers.
@@ -32,7 +34,6 @@ from qla.bench.inputs import Call
 from qla.bench.isolate import Setup
 from qla.bench.machine import clocks, describe
 from qla.bench.peers import PEERS, NotOfferedError
-from qla.bench.plans import compile_all, kernels
 from qla.bench.plant import slowed
 from qla.bench.timing import ClockTimer, ProcessorTimer, Timer, Timing, timer_for
 from qla.bench.tunings import apply
@@ -88,7 +89,9 @@ class Worker:
         if "measure" in request:
             return {"rows": self.measure(request["measure"])}
         if "warm" in request:
-            return self.warm([Case.from_json(case) for case in request["warm"]])
+            return self.warm([Case.from_json(case) for case in request["warm"]], bool(request.get("split")))
+        if "splits" in request:
+            return {"rows": self.splits(Case.from_json(request["splits"]), request.get("knobs"))}
         if "prepare" in request:
             return self.prepare(Case.from_json(request["prepare"]))
         assert self.call is not None
@@ -114,12 +117,41 @@ class Worker:
             self.call = replace(self.call, run=slowed(self.call.run, self.setup.slowdown, self.timer))
         return {"reduced": case.reduced}
 
-    def warm(self, cases: Sequence[Case]) -> Row:
+    def warm(self, cases: Sequence[Case], split: bool) -> Row:
         """Compile our kernels for the cases, so that no first call waits for that."""
-        specs = kernels(map(self._case, cases), self.target, driver_for(self.target, 0).processors)
+        # Imported here, as below: what `compare` measures may be older than what they ask for.
+        from qla.bench.plans import compile_all, kernels
+        from qla.bench.splits import candidates
+
+        specs = kernels(map(self._case, cases), self.target, self._processors(), candidates if split else None)
         began = time.perf_counter()
         compile_all(specs)
         return {"kernels": len(specs), "seconds": time.perf_counter() - began}
+
+    def splits(self, case: Case, only: Sequence[Row] | None) -> list[Row]:
+        """Time choices for a case: what they are, how long they take, and each of their stages."""
+        from qla.bench.plans import call_shape
+        from qla.bench.splits import candidates, forced, knobs, stages_ms
+        from qla.codegen.planner import choices
+
+        case = self._case(case)
+        call = self.peer.call(case, inputs.tensors(case, self.device))
+        asked = (call_shape(case), self.target, self._processors())
+        found = candidates(*asked) if only is None else [c for c in choices(*asked) if knobs(c) in only]
+        runs = [forced(call.run, choice) for choice in found]
+        rows: list[Row] = []
+        for choice, timing in zip(found, self._timings(runs), strict=True):
+            row: Row = {"knobs": knobs(choice), "processors": choice.processors}
+            if isinstance(timing, Timing):
+                times = {"median_ms": timing.device_ms, "q1_ms": timing.q1_ms, "q3_ms": timing.q3_ms}
+                row |= {**times, "inner": len(timing.samples), "stages_ms": stages_ms(choice, timing.kernels)}
+            else:
+                row["error"] = timing["reason"]
+            rows.append({"status": "error" if "error" in row else "ok", **row})
+        return rows
+
+    def _processors(self) -> int:
+        return driver_for(self.target, torch.cuda.current_device() if self.device == "cuda" else -1).processors
 
     def measure(self, asked: Sequence[Row]) -> list[Row]:
         """Time cases and check them, all with one trace; `errors` are those of a small case where these are known."""
