@@ -117,7 +117,16 @@ def _folders(given: Sequence[str]) -> dict[str, list[str]]:
     missing = [folder for folders in found.values() for folder in folders if not Path(folder).is_dir()]
     if missing:
         raise _fail(f"no such folder: {', '.join(missing)}")
-    return {name: [str(Path(folder).resolve()) for folder in folders] for name, folders in found.items()}
+    return {name: [part for folder in folders for part in _parts(Path(folder))] for name, folders in found.items()}
+
+
+def _parts(folder: Path) -> Iterator[str]:
+    """A folder and those that its .pth files name: they would count where wheels are installed, not unpacked."""
+    yield str(folder.resolve())
+    for file in sorted(folder.glob("*.pth")):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.strip() and not line.startswith(("#", "import ", "import\t")) and (folder / line.strip()).is_dir():
+                yield str((folder / line.strip()).resolve())
 
 
 @app.command()

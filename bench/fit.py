@@ -189,12 +189,13 @@ def fit(samples: Sequence[Sample], costs: Costs, predict: Predict = predicted) -
 
 def _nearer(problem: _Problem, start: np.ndarray) -> np.ndarray:
     """Costs near those of least squares with better choices, by steps along one cost at a time."""
-    logs, value, step = start.copy(), problem.objective(start), _FIRST_STEP
+    logs: np.ndarray = start.copy()
+    value, step = problem.objective(start), _FIRST_STEP
     while step >= _LAST_STEP:
         before = value
         for index in np.flatnonzero(start):
             for sign in (1, -1):
-                tried: np.ndarray = logs.copy()
+                tried = logs.copy()
                 tried[index] += sign * step
                 if abs(tried[index] - start[index]) > _AWAY or (found := problem.objective(tried)) >= value - 1e-6:
                     continue

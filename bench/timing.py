@@ -105,7 +105,8 @@ def repetitions(events: Sequence[Event], flush: Event, counts: Sequence[int]) ->
     ----------
     events : of the whole profile.
     flush : a flush profiled alone; an event of that name that takes at least half as long is one.
-    counts : how many repetitions ran of each call, one call after the other.
+    counts : how many repetitions ran of each call, one call after the other, and one more before them. That one is
+        left out: what a library remembers from the call before is then that call's own, as where it runs alone.
 
     Raises
     ------
@@ -122,9 +123,9 @@ def repetitions(events: Sequence[Event], flush: Event, counts: Sequence[int]) ->
             groups[-1].append(event)
         else:
             raise TimerError(f"{event.name} ran before the first flush")
-    if len(groups) != sum(counts):
-        raise TimerError(f"{sum(counts)} repetitions gave {len(groups)} flushes")
-    ends = list(accumulate(counts))
+    ends = list(accumulate(count + 1 for count in counts))
+    if [len(groups)] != ends[-1:]:
+        raise TimerError(f"{ends[-1]} repetitions gave {len(groups)} flushes")
     calls = [groups[end - count : end] for count, end in zip(counts, ends, strict=True)]
     for count, call in zip(counts, calls, strict=True):
         sizes = sorted({len(group) for group in call})
@@ -238,7 +239,7 @@ class DeviceTimer:
 
         def all_of_them() -> None:
             for call, count in zip(calls, counts, strict=True):
-                for _ in range(count):
+                for _ in range(count + 1):
                     self._flush()
                     call()
 

@@ -161,7 +161,16 @@ def test_a_peer_that_crashes_costs_one_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     filters = ["--op", "KDAFwd,GDNFwd", "--name", "kda-tp1-decode-b1,decode-b1-v", "--dtype", "bf16", "--device", "cpu"]
     filters += ["--reps", "2", "-o", str(path), "--peers", "flashkda,flashqla,qla"]
-    folders = ["--peer-path", f"flashkda={tmp_path / 'kda'}", "--peer-path", f"flashqla={tmp_path / 'qla'}"]
+    # As an unpacked wheel has it whose module lies deeper, where only its .pth file says so.
+    (tmp_path / "wheels" / "deeper").mkdir(parents=True)
+    (tmp_path / "kda" / "flash_kda.py").rename(tmp_path / "wheels" / "deeper" / "flash_kda.py")
+    (tmp_path / "wheels" / "some.pth").write_text("# a comment\nimport os\nno such folder\ndeeper\n")
+    folders = [
+        "--peer-path",
+        f"flashkda={tmp_path / 'kda'}:{tmp_path / 'wheels'}",
+        "--peer-path",
+        f"flashqla={tmp_path / 'qla'}",
+    ]
     result = CliRunner().invoke(app, ["run", *filters, *folders])
     assert result.exit_code == 0, result.output
     rows = read_rows(path)
