@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from qla.bench import timing as timing_module
 from qla.bench.plant import slowed
 from qla.bench.timing import (
     ClockTimer,
@@ -95,6 +97,56 @@ def test_processor_time_leaves_waiting_out() -> None:
     assert timer.measure(lambda: time.sleep(0.02)).device_ms < 2
     busy_ms = timer.block(lambda: sum(range(100_000)))
     assert 0.1 < busy_ms < 100
+
+
+class Recorded(DeviceTimer):
+    """A timer of calls that write down what a device would do; each `lost` takes an event from a trace."""
+
+    def __init__(self, lost: int = 0) -> None:
+        self.count, self.calls, self.lost, self.traces = 5, 2, lost, 0
+        self.now, self.events = 0.0, list[Event]()
+        self._mark = Event("flush", 0.0, 60.0)
+        self._flush = lambda: self.run("flush", 61.0)  # type: ignore[assignment]
+
+    def run(self, name: str, us: float) -> None:
+        """A kernel."""
+        self.events.append(Event(name, self.now, self.now + us))
+        self.now += us + 1
+
+    def _profile(self, run: Callable[[], object]) -> list[Event]:
+        self.traces += 1
+        self.events = []
+        run()
+        if self.lost:
+            self.lost -= 1
+            del self.events[-1]
+        return self.events
+
+
+def test_calls_share_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing_module, "_warm", lambda call: 0.1)  # affordable only three times
+    monkeypatch.setattr(timing_module, "_wall_ms", lambda call, calls: float(calls))
+    timer = Recorded(lost=1)
+    seen: list[str] = []
+
+    def planned() -> None:
+        if seen[-1:] != ["planned"]:  # as a library that remembers the call before
+            timer.run("plan", 5.0)
+        seen.append("planned")
+        timer.run("scan", 40.0)
+
+    def other() -> None:
+        seen.append("other")
+        timer.run("prepare", 10.0)
+        timer.run("scan", 30.0)
+
+    first, second = timer.measure_all([planned, other])
+    assert timer.traces == 2, "a trace that lost an event is taken again"
+    assert (first.device_ms, second.device_ms) == (pytest.approx(40e-3), pytest.approx(40e-3))
+    assert (len(first.samples), first.kernels) == (3, {"scan": pytest.approx(40e-3)})
+    assert first.wall_ms == 2.0
+    with pytest.raises(TimerError):
+        Recorded(lost=3).measure_all([planned, other])
 
 
 @pytest.mark.gpu
