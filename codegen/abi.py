@@ -95,4 +95,5 @@ def combine_abi() -> tuple[Field, ...]:
 def segment_workspace(spec: KernelSpec) -> tuple[tuple[str, int], ...]:
     """Workspace per (segment, value head) in bytes: what each segment makes of a state, and the state at its start."""
     state = spec.dk * spec.dv * 4
-    return ("carry", state + spec.dk * spec.dk * 4), ("starts", state)
+    # N and M, then whether M is anything but zero.
+    return ("carry", state + spec.dk * spec.dk * 4 + 16), ("starts", state)

@@ -11,6 +11,7 @@ from qla.codegen.schedule import Ring
 from qla.errors import ScheduleError
 
 _ALIGN = 1024  # of a tile, for the 128-byte swizzle
+_MATRIX_BYTES, _ROOM_BYTES = 12288, 2048  # of a matrix to be inverted, and of 16 rows of one on their way to memory
 
 
 @dataclass
@@ -95,14 +96,14 @@ def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int)
     return layout
 
 
-def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int) -> int:
+def prepare_shared_bytes(op: Op, chunk: int, dk: int, dv: int, pad: int, teams: int, saves: bool, reach: bool) -> int:
     """Bytes of what the threads of a `prepare` workgroup share (`struct Shared` of its template).
 
-    Rows of a tile are followed by `pad` unused numbers; `teams` invert a matrix each, as blocks of 16 if several. With
-    channel gates several teams keep decays in registers and share decayed keys: 8 rows for each pair of blocks of 8.
+    Rows of a tile are followed by `pad` unused numbers; several teams invert a matrix each, in blocks. With channel gates
+    several teams keep decays in registers and share decayed keys: 8 rows for each pair of blocks of 8.
     """
     blocks, matrix = chunk // 16, chunk * (chunk + 4) * 4
-    lower = (blocks * (blocks + 1) // 2 * 1280 if teams > 1 else matrix) * op.delta
+    lower = (_MATRIX_BYTES if teams > 1 else matrix) * op.delta
     tiles = 2 * chunk * (dk + pad) * 2
     if op.gate == "channel" and teams > 1:
         rows = chunk // 8
@@ -111,6 +112,9 @@ def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int) -> i
         total = max(tiles, lower) + chunk * (dk + 8) * 4 + blocks * dk * 4 + matrix * (1 + op.delta)
         total += chunk * 4 * op.delta
     else:
-        total = max(tiles, teams * lower) + teams * chunk * 4 * (2 * (op.gate == "head") + op.delta)
-        total += 2048 if teams > 1 else 0  # where teams turn squares of P by 90 degrees
-    return -(-(total + 2 * chunk * 4) // _ALIGN) * _ALIGN
+        matrices = teams * (lower or (_ROOM_BYTES if teams > 1 else 0))
+        # Where the tiles are still needed for what the caller wants, nothing takes their place.
+        apart = saves and op.delta and teams > 1
+        total = tiles + chunk * dv * 2 + matrices if apart else max(tiles, matrices)
+        total += teams * chunk * 4 * (2 * (op.gate == "head") + op.delta)
+    return -(-(total + (2 + reach) * chunk * 4) // _ALIGN) * _ALIGN

@@ -83,7 +83,9 @@ class Choice:
     ----------
     shape, target, processors : what was asked.
     segment_chunks : chunks of a segment; 0 where sequences are not split.
-    us : predicted microseconds of the stages whose time depends on that; empty where nothing was measured.
+    us : predicted microseconds of the stages whose time depends on that, where every state reaches the end of its
+        segment; empty where nothing was measured.
+    short_us : the same where decays are such that a segment's end tells only of its last chunks.
     """
 
     shape: CallShape
@@ -91,6 +93,12 @@ class Choice:
     processors: int
     segment_chunks: int
     us: Mapping[Stage, float]
+    short_us: Mapping[Stage, float]
+
+    @property
+    def cost(self) -> float:
+        """What the least is chosen of: the product of both times, since values of gates are not known."""
+        return sum(self.us.values()) * sum(self.short_us.values())
 
     @property
     def scan(self) -> KernelSpec:
@@ -145,7 +153,7 @@ class Choice:
 
 
 def plan_call(shape: CallShape, target: str, processors: int) -> Choice:
-    """The split with the least predicted time; of equals that with the fewest segments.
+    """The split with the least `Choice.cost`; of equals that with the fewest segments.
 
     Nothing is split where nothing was measured. Packed sequences are taken to be of equal length.
 
@@ -160,7 +168,7 @@ def plan_call(shape: CallShape, target: str, processors: int) -> Choice:
     UnsupportedError
         The target has no kernels for this.
     """
-    return min(choices(shape, target, processors), key=lambda choice: sum(choice.us.values()))
+    return min(choices(shape, target, processors), key=lambda choice: choice.cost)
 
 
 def choices(shape: CallShape, target: str, processors: int) -> list[Choice]:
@@ -178,10 +186,14 @@ def split(shape: CallShape, target: str, processors: int, segment_chunks: int = 
     scan = _scan(shape, target)
     costs = TARGETS[target].costs
     if costs is None or shape.loads != "tile" or shape.saves:
-        return Choice(shape, target, processors, segment_chunks, {})
+        return Choice(shape, target, processors, segment_chunks, {}, {})
     chunks = -(-shape.longest // TARGETS[target].chunk[scan.features.gate])
-    us = _predict(costs, scan, shape.chains * shape.value_heads, chunks, segment_chunks, processors)
-    return Choice(shape, target, processors, segment_chunks, us)
+    heads, gate = shape.chains * shape.value_heads, scan.features.gate
+    long, short = (
+        _predict(costs, scan, heads, chunks, segment_chunks, processors, reach)
+        for reach in (chunks, costs.reach_chunks.get(gate, chunks))
+    )
+    return Choice(shape, target, processors, segment_chunks, long, short)
 
 
 def _scan(shape: CallShape, target: str) -> KernelSpec:
@@ -196,22 +208,30 @@ def _columns(scan: KernelSpec) -> int:
 
 
 def _predict(
-    costs: Costs, scan: KernelSpec, heads: int, chunks: int, segment_chunks: int, processors: int
+    costs: Costs, scan: KernelSpec, heads: int, chunks: int, segment_chunks: int, processors: int, reach: int
 ) -> dict[Stage, float]:
-    """Times of the stages with so many sequences times value heads; chunks of `scan` go one after the other."""
-    length = segment_chunks or chunks
+    """Times of the stages with so many sequences times value heads; chunks of `scan` go one after the other.
+
+    A state matters for `reach` chunks.
+    """
+    length, gate = segment_chunks or chunks, scan.features.gate
     segments, columns = -(-chunks // length), _columns(scan)
     workgroups = heads * segments * (scan.dv // columns)
-    chunk_us = costs.scan_chunk_us + (costs.scan_full_chunk_us - costs.scan_chunk_us) * min(1, workgroups / processors)
+    alone, full = costs.scan_chunk_us[gate]
+    chunk_us = alone + (full - alone) * min(1, workgroups / processors)
     us: dict[Stage, float] = {"scan": -(-workgroups // processors) * length * chunk_us + costs.launch_us}
     if not segment_chunks:
         return us
     # Two workgroups of `carry` may run on a processor at the same time, which takes longer than one. The last segment
-    # has none: nothing comes after it. The first one starts from a known state and has those of values only.
-    carries = (segments - 1) * (scan.dv // columns) + (segments - 2) * (scan.dk // columns)
+    # has none: nothing comes after it. The first one starts from a known state and has those of values only, as all
+    # have whose start does not reach their end.
+    carries, step_us = (segments - 1) * (scan.dv // columns), costs.combine_short_step_us
+    if reach >= length:
+        carries, step_us = carries + (segments - 2) * (scan.dk // columns), costs.combine_step_us
     rounds = -(-heads * carries // processors)
-    pairs, single = divmod(rounds, 2) if scan.features.gate in costs.carry_pairs else (0, rounds)
-    us["carry"] = (pairs * costs.carry_pair_chunk_us + single * costs.carry_chunk_us) * length + costs.launch_us
+    pairs, single = divmod(rounds, 2)
+    alone, two = costs.carry_chunk_us[gate]
+    us["carry"] = (pairs * two + single * alone) * min(length, reach) + costs.launch_us
     rounds = -(-heads * (scan.dv // COMBINE_COLUMNS) // processors)
-    us["combine"] = rounds * (segments - 2) * costs.combine_step_us + costs.launch_us
+    us["combine"] = rounds * (segments - 2) * step_us + costs.launch_us
     return us

@@ -81,6 +81,8 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
         "saves": spec.saves,
         "outputs": spec.stage != "carry",
         "loads": spec.loads,
+        # What is left of a state after a chunk, which tells a `carry` where to start.
+        "reach": target.segments and op.delta and op.gate == "head",
         "dtype": spec.dtype,
         "ptx": _PTX[spec.dtype],
         "C": target.chunk[op.gate],
@@ -186,7 +188,9 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
     abi = prepare_abi(spec, buffers)
     threads = target.threads[spec.features.gate]
     pad, teams = target.facts.get("tile_pad", 0), target.facts.get("teams", 1)
-    shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, pad, teams)
+    shared_bytes = prepare_shared_bytes(
+        spec.features, context["C"], spec.dk, spec.dv, pad, teams, spec.saves, context["reach"]
+    )
     if 0 < target.shared_limit < shared_bytes:
         raise ScheduleError(f"{shared_bytes} bytes of shared memory exceed the target's {target.shared_limit}")
     template = environment().get_template("kernels/prepare.j2")

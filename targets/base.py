@@ -37,22 +37,22 @@ class Costs:
 
     Parameters
     ----------
-    scan_chunk_us, scan_full_chunk_us : of a chunk of a `scan`, alone on the device and where each processor has one.
-    carry_chunk_us, carry_pair_chunk_us : of a chunk of a `carry` alone on a processor, and of two of them.
-    carry_pairs : gate kinds with which two of them fit on a processor.
-    combine_step_us : of a segment of `combine`.
+    scan_chunk_us : of a chunk of a `scan`, by gate kind: alone on the device, and where each processor has one.
+    carry_chunk_us : likewise of a chunk of a `carry`: alone on a processor, and of two of them where two fit.
+    reach_chunks : chunks that a `carry` walks through at least, by gate kind, with decays as models have them; none
+        where it always walks through all of a segment.
+    combine_step_us, combine_short_step_us : of a segment of `combine`, and of one that no earlier state reaches through.
     launch_us : of a kernel more.
     prepare_us : of a (chunk, value head) of a `prepare` with K = 128 on one processor, by (delta, gate), and by the
         number of value heads that share keys and queries from which on it takes that long.
     bandwidth : of memory, in bytes per microsecond.
     """
 
-    scan_chunk_us: float
-    scan_full_chunk_us: float
-    carry_chunk_us: float
-    carry_pair_chunk_us: float
-    carry_pairs: tuple[str, ...]
+    scan_chunk_us: Mapping[str, tuple[float, float]]
+    carry_chunk_us: Mapping[str, tuple[float, float]]
+    reach_chunks: Mapping[str, int]
     combine_step_us: float
+    combine_short_step_us: float
     launch_us: float
     prepare_us: Mapping[tuple[bool, str], Mapping[int, float]]
     bandwidth: float

@@ -10,12 +10,12 @@ _SERIAL = ("save", "Sr", "U", "QS", "V", "rows", "W", "V2", "decay", "Vr", "O", 
 
 # On an H200; where a sweep was measured, tuned/sm_90a.json takes their place.
 _COSTS = Costs(
-    scan_chunk_us=0.88,
-    scan_full_chunk_us=1.0,
-    carry_chunk_us=0.64,
-    carry_pair_chunk_us=0.96,
-    carry_pairs=("none", "head"),
+    scan_chunk_us={"none": (0.88, 1.0), "head": (0.88, 1.0), "channel": (1.0, 1.5)},
+    # Two of them fit on a multiprocessor, but with channel gates one.
+    carry_chunk_us={"none": (0.64, 0.96), "head": (0.64, 0.96), "channel": (0.9, 1.8)},
+    reach_chunks={"head": 17},  # with gates logsigmoid(x + 2), x standard normal
     combine_step_us=2.0,
+    combine_short_step_us=0.6,
     launch_us=5.0,
     prepare_us={
         (True, "head"): {1: 3.6, 2: 2.1, 4: 1.4},
