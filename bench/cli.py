@@ -296,36 +296,47 @@ def sweep(
     typer.echo(f"{len(todo) - left} measured, {left} left: {path}")
 
 
-def _tune(rows: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Fit costs to rows, write them and have this process go by them."""
+def _tune(
+    rows: Sequence[Mapping[str, Any]], path: str, others: Sequence[Mapping[str, Any]] = (), plain: bool = False
+) -> None:
+    """Fit costs to rows, write them and have this process go by them; says what they do for other rows, too."""
     from dataclasses import replace
 
-    from qla.bench.split_sweep import tune, tuned_path, write_tuned
+    from qla.bench.fit import regrets
+    from qla.bench.split_sweep import samples_of, tune, tuned_path, write_tuned
     from qla.targets import TARGETS
 
     try:
-        target, costs, regret = tune(rows)
+        target, costs, regret = tune(rows, plain)
     except ValueError as error:
         raise _fail(str(error)) from None
     where = Path(path) if path else tuned_path(target)
     write_tuned(where, costs, rows)
     TARGETS[target] = replace(TARGETS[target], costs=costs)
-    worst = max(regret, key=lambda call: regret[call])
-    typer.echo(f"{where}: choices up to {100 * regret[worst]:.1f} % from the best measured ({worst})")
+    for what, lost in ((str(where), regret), ("others", regrets(samples_of(others)) if others else {})):
+        if lost:
+            worst = max(lost, key=lambda call: lost[call])
+            typer.echo(f"{what}: choices up to {100 * lost[worst]:.1f} % from the best measured ({worst})")
 
 
 @app.command()
 def tune(
     results: Annotated[list[Path], typer.Argument(help="JSONL files that `sweep` wrote, of one device.")],
     costs: Annotated[str, typer.Option(help="File to write. Default: the target's own.")] = "",
+    check: Annotated[list[Path] | None, typer.Option(help="More of them, not fitted to. Repeatable.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Only predict well, whatever choices follow.")] = False,
 ) -> None:
-    """Fit the planner's costs to what `sweep` measured before, here or elsewhere."""
+    """Fit the planner's costs to what `sweep` measured before, here or elsewhere.
+
+    Says how far the choices that follow are from the best ones that were measured, also for the workloads in --check.
+    """
     from qla.bench.runner import read_rows
 
-    missing = [str(path) for path in results if not path.is_file()]
+    missing = [str(path) for path in (*results, *(check or [])) if not path.is_file()]
     if missing:
         raise _fail(f"no such file: {', '.join(missing)}")
-    _tune([row for path in results for row in read_rows(path)], costs)
+    rows, others = ([row for path in paths for row in read_rows(path)] for paths in (results, check or []))
+    _tune(rows, costs, others, plain)
 
 
 def _sweep_tunings(cases: Sequence[Case], output: Path, device: str, reps: int, patience: float, budget: float) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,16 @@ from qla.codegen.explain import Explanation
 from qla.codegen.planner import CallShape, split
 from qla.targets import TARGETS, Costs
 
-__all__ = ["Sample", "fit", "parameters", "predicted", "regrets", "using"]
+__all__ = ["Prediction", "Sample", "fit", "parameters", "predicted", "regrets", "using"]
 
 # Not for a fit: ceilings of the device, which are measured by themselves.
 _FIXED = ("bandwidth",)
-# More of these on a device never takes less time than fewer.
-_RISING = (("scan_chunk_us", "scan_full_chunk_us"), ("carry_chunk_us", "carry_pair_chunk_us"))
 _HUBER = 0.02  # of a call's time: errors beyond that count in proportion
 _FARTHEST = math.log(3.0)
 _ROUNDS = 30
-_GOOD = 0.01  # a choice so near to the best is as good: that is noise
+_GOOD = 0.02  # a choice so near to the best is as good
 _CLOSE = 0.03  # predictions so near to each other are taken for one
-_FIRST_STEP, _LAST_STEP, _AWAY = 0.2, 0.02, 0.5
+_FIRST_STEP, _LAST_STEP, _AWAY = 0.1, 0.02, 0.5
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,15 @@ class Sample:
     stages_ms: Mapping[str, float]
 
 
-Predict = Callable[[Sample], Mapping[str, float]]
+@dataclass(frozen=True)
+class Prediction:
+    """Microseconds of the stages of a sample, and the number of which the planner takes the least."""
+
+    us: Mapping[str, float]
+    cost: float
+
+
+Predict = Callable[[Sample], Prediction]
 
 
 def parameters(costs: Costs) -> dict[str, float]:
@@ -65,6 +72,8 @@ def parameters(costs: Costs) -> dict[str, float]:
         if isinstance(value, Mapping):
             for key, part in value.items():
                 walk(f"{name}[{key}]", part)
+        elif isinstance(value, tuple):
+            walk(name, dict(enumerate(value)))
         elif isinstance(value, float):
             found[name] = value
 
@@ -78,13 +87,12 @@ def _with(costs: Costs, values: Mapping[str, float]) -> Costs:
     def walk(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: walk(f"{name}[{key}]", part) for key, part in value.items()}
+        if isinstance(value, tuple):
+            # Alone, and with others on the device: these never make it take less time.
+            return tuple(accumulate(walk(name, dict(enumerate(value))).values(), max))
         return values.get(name, value)
 
-    changed = replace(costs, **{field.name: walk(field.name, getattr(costs, field.name)) for field in fields(costs)})
-    for low, high in _RISING:
-        if getattr(changed, high, 0.0) < getattr(changed, low, 0.0):
-            changed = replace(changed, **{high: getattr(changed, low)})
-    return changed
+    return replace(costs, **{field.name: walk(field.name, getattr(costs, field.name)) for field in fields(costs)})
 
 
 @contextmanager
@@ -98,10 +106,15 @@ def using(target: str, costs: Costs) -> Iterator[None]:
         TARGETS[target] = kept
 
 
-def predicted(sample: Sample) -> dict[str, float]:
-    """Microseconds of each stage, as the planner and `explain` have them."""
+def predicted(sample: Sample) -> Prediction:
+    """What the planner and `explain` say of a choice."""
     choice = split(sample.shape, sample.target, sample.processors, **sample.knobs)
-    return {launch.spec.stage: launch.us or 0.0 for launch in Explanation(choice).launches}
+    prepare, *_ = Explanation(choice).launches
+    # Samples are taken with the decays that models have.
+    us: dict[str, float] = dict(choice.short_us.items())
+    us["prepare"] = prepare.us or 0.0
+    # A choice's cost is a product of two times, and `prepare` is the same for all.
+    return Prediction(us, math.sqrt(choice.cost) + us["prepare"])
 
 
 def _best(samples: Sequence[Sample]) -> dict[str, float]:
@@ -116,9 +129,9 @@ def regrets(samples: Sequence[Sample], predict: Predict = predicted) -> dict[str
     best = _best(samples)
     chosen: dict[str, tuple[float, float]] = {}
     for sample in samples:
-        us = sum(predict(sample).values())
-        if sample.call not in chosen or us < chosen[sample.call][0]:
-            chosen[sample.call] = (us, sample.ms)
+        cost = predict(sample).cost
+        if sample.call not in chosen or cost < chosen[sample.call][0]:
+            chosen[sample.call] = (cost, sample.ms)
     return {call: ms / best[call] - 1 for call, (_, ms) in chosen.items()}
 
 
@@ -139,15 +152,15 @@ class _Problem:
         values = zip(self.start.items(), logs, strict=True)
         return _with(self.costs, {name: value * math.exp(log) for (name, value), log in values})
 
-    def predictions(self, logs: np.ndarray) -> list[Mapping[str, float]]:
+    def predictions(self, logs: np.ndarray) -> list[Prediction]:
         with using(self.target, self.with_logs(logs)):
             return [self.predict(sample) for sample in self.samples]
 
-    def residuals(self, predictions: Sequence[Mapping[str, float]]) -> np.ndarray:
+    def residuals(self, predictions: Sequence[Prediction]) -> np.ndarray:
         """Of each stage of each sample, as a part of the call."""
         return np.array([
-            (us.get(stage, 0.0) - 1e3 * ms) / scale
-            for us, sample, scale in zip(predictions, self.samples, self.scales, strict=True)
+            (prediction.us.get(stage, 0.0) - 1e3 * ms) / scale
+            for prediction, sample, scale in zip(predictions, self.samples, self.scales, strict=True)
             for stage, ms in sample.stages_ms.items()
         ])  # fmt: skip
 
@@ -155,52 +168,56 @@ class _Problem:
         size = np.abs(residuals)
         return float(np.where(size < _HUBER, size**2 / 2, _HUBER * (size - _HUBER / 2)).sum())
 
-    def objective(self, logs: np.ndarray) -> float:
-        """What the planner's choices lose, made smooth, and some of the misfit.
+    def objective(self, logs: np.ndarray) -> tuple[float, float]:
+        """What the planner's choices lose, made smooth, and some of the misfit; and the most that one of them loses.
 
-        A choice is taken with a probability that falls with its predicted time, so a small change of a cost shows.
+        A choice is taken with a probability that falls with its predicted cost, so a small change of a cost shows.
         """
         predictions = self.predictions(logs)
-        us = np.array([sum(stages.values()) for stages in predictions])
-        lost = 0.0
+        costs = np.array([prediction.cost for prediction in predictions])
+        lost = worst = 0.0
         for call in self.calls:
-            odds = np.exp((1 - us[call] / us[call].min()) / _CLOSE)
+            odds = np.exp((1 - costs[call] / costs[call].min()) / _CLOSE)
             loss = float(odds @ self.losses[call] / odds.sum())
             lost += loss + 10 * loss**2
+            worst = max(worst, float(self.losses[call][costs[call].argmin()]))
         residuals = self.residuals(predictions)
-        return lost / len(self.calls) + 10 * self.misfit(residuals) / len(residuals)
+        return lost / len(self.calls) + 10 * self.misfit(residuals) / len(residuals), worst
 
 
-def fit(samples: Sequence[Sample], costs: Costs, predict: Predict = predicted) -> Costs:
+def fit(samples: Sequence[Sample], costs: Costs, predict: Predict = predicted, plain: bool = False) -> Costs:
     """Costs that fit the samples; what no sample depends on stays as it is.
 
     Parameters
     ----------
     samples : of one target, with times of their stages.
     costs : to start from.
-    predict : microseconds of the stages of a sample, by the costs in its target.
+    predict : what is said of a sample by the costs in its target.
+    plain : for the best predictions, whatever choices follow from them.
     """
     problem = _Problem(samples, costs, predict)
     logs = _least_squares(problem)
-    with using(problem.target, problem.with_logs(logs)):
-        worst = max(regrets(samples, predict).values())
-    return problem.with_logs(logs if worst <= _GOOD else _nearer(problem, logs))
+    return problem.with_logs(logs if plain else _nearer(problem, logs))
 
 
 def _nearer(problem: _Problem, start: np.ndarray) -> np.ndarray:
-    """Costs near those of least squares with better choices, by steps along one cost at a time."""
+    """Costs near those of least squares with choices that are good enough, by steps along one cost at a time."""
     logs: np.ndarray = start.copy()
-    value, step = problem.objective(start), _FIRST_STEP
+    (value, worst), step = problem.objective(start), _FIRST_STEP
     while step >= _LAST_STEP:
         before = value
         for index in np.flatnonzero(start):
             for sign in (1, -1):
+                if worst <= _GOOD:
+                    return logs
                 tried = logs.copy()
                 tried[index] += sign * step
-                if abs(tried[index] - start[index]) > _AWAY or (found := problem.objective(tried)) >= value - 1e-6:
+                if abs(tried[index] - start[index]) > _AWAY:
                     continue
-                logs, value = tried, found
-                break
+                found, most = problem.objective(tried)
+                if found < value - 1e-6:
+                    logs, value, worst = tried, found, most
+                    break
         step /= 1 if value < before else 2
     return logs
 

@@ -23,7 +23,7 @@ from qla.bench.workloads import Case, load
 from qla.codegen.planner import CallShape, plan_call
 from qla.targets import TARGETS, Costs
 
-__all__ = ["SplitSweep", "listed", "tune", "tuned_path", "write_tuned"]
+__all__ = ["SplitSweep", "listed", "samples_of", "tune", "tuned_path", "write_tuned"]
 
 
 def listed(name: str) -> list[Case]:
@@ -148,7 +148,7 @@ def _words(row: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in row["knobs"].items())
 
 
-def _samples(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
+def samples_of(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
     """What of the rows a fit can use: choices whose stages were measured, of sequences of one length."""
     return [
         Sample(
@@ -160,15 +160,17 @@ def _samples(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
     ]  # fmt: skip
 
 
-def tune(rows: Sequence[Mapping[str, Any]]) -> tuple[str, Costs, dict[str, float]]:
+def tune(rows: Sequence[Mapping[str, Any]], plain: bool = False) -> tuple[str, Costs, dict[str, float]]:
     """Target, its costs fitted to rows, and by workload how far their choice is from the best that was measured.
+
+    `plain` is that of `fit`.
 
     Raises
     ------
     ValueError
         Rows of several devices or of several versions of the code, or none that a fit can use.
     """
-    samples = _samples(rows)
+    samples = samples_of(rows)
     devices = {(row["target"], row["device"], row["code"]) for row in rows}
     if len(devices) != 1 or not samples:
         raise ValueError(f"costs need measured stages of one device and one version of the code, not of {len(devices)}")
@@ -176,7 +178,7 @@ def tune(rows: Sequence[Mapping[str, Any]]) -> tuple[str, Costs, dict[str, float
     known = TARGETS[target].costs
     if known is None:
         raise ValueError(f"{target} has no costs to start from")
-    costs = fit(samples, known)
+    costs = fit(samples, known, plain=plain)
     with using(target, costs):
         return target, costs, regrets(samples)
 

@@ -17,7 +17,7 @@ from qla.runtime import plan
 
 __all__ = ["candidates", "forced", "knobs", "stages_ms"]
 
-_NOT_KNOBS = ("shape", "target", "processors", "us")
+_NOT_KNOBS = ("shape", "target", "processors", "us", "short_us")
 _STEP = 1.3  # from one number of segments to the next that is measured
 
 

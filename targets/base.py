@@ -41,7 +41,8 @@ class Costs:
     carry_chunk_us : likewise of a chunk of a `carry`: alone on a processor, and of two of them where two fit.
     reach_chunks : chunks that a `carry` walks through at least, by gate kind, with decays as models have them; none
         where it always walks through all of a segment.
-    combine_step_us, combine_short_step_us : of a segment of `combine`, and of one that no earlier state reaches through.
+    combine_step_us, combine_short_step_us : of a segment of `combine`, and of one that no earlier state reaches
+        through.
     launch_us : of a kernel more.
     prepare_us : of a (chunk, value head) of a `prepare` with K = 128 on one processor, by (delta, gate), and by the
         number of value heads that share keys and queries from which on it takes that long.
@@ -61,7 +62,13 @@ class Costs:
         """These costs with those in their place that `data`, made by `to_json`, has."""
         if unknown := set(data) - {field.name for field in fields(self)}:
             raise ValueError(f"costs have no {', '.join(sorted(unknown))}")
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
+
+        def frozen(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: frozen(part) for key, part in value.items()}
+            return tuple(value) if isinstance(value, list) else value
+
+        values: dict[str, Any] = {name: frozen(value) for name, value in data.items()}
         if "prepare_us" in data:
             values["prepare_us"] = {
                 (delta, gate): {int(least): us for least, us in table.items()}

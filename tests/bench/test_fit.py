@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Mapping
+import statistics
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from qla.bench import fit as fits
 from qla.bench.cli import app
-from qla.bench.fit import Sample, fit, parameters, predicted, regrets, using
+from qla.bench.fit import Prediction, Sample, fit, parameters, predicted, regrets, using
 from qla.bench.plans import call_shape
 from qla.bench.split_sweep import listed
 from qla.bench.splits import candidates, forced, knobs, stages_ms
@@ -31,9 +32,14 @@ COSTS = cast(Costs, TARGETS["sm_90a"].costs)
 PREPARE = {kind: {least: 0.6 * us for least, us in table.items()} for kind, table in COSTS.prepare_us.items()}
 # A device on which much is different.
 TRUTH = replace(
-    COSTS, scan_chunk_us=0.7, scan_full_chunk_us=1.3, carry_chunk_us=0.9, carry_pair_chunk_us=1.1, combine_step_us=3.5,
-    launch_us=2.5, prepare_us=PREPARE,
-)  # fmt: skip
+    COSTS,
+    scan_chunk_us={"none": (0.8, 1.2), "head": (0.7, 1.3), "channel": (0.9, 1.6)},
+    carry_chunk_us={"none": (0.8, 1.2), "head": (0.9, 1.1), "channel": (0.8, 1.6)},
+    combine_step_us=3.5,
+    combine_short_step_us=1.1,
+    launch_us=2.5,
+    prepare_us=PREPARE,
+)
 
 
 def measured(name: str, noise: float = 0.01) -> list[Sample]:
@@ -44,76 +50,74 @@ def measured(name: str, noise: float = 0.01) -> list[Sample]:
         for choice in candidates(shape, "sm_90a", 132):
             sample = Sample(case.name, shape, "sm_90a", 132, knobs(choice), 0.0, {})
             with using("sm_90a", TRUTH):
-                us = predicted(sample)
+                us = predicted(sample).us
             stages = {stage: 1e-3 * t * (1 + chance.gauss(0, noise)) for stage, t in us.items()}
             found.append(replace(sample, ms=sum(stages.values()), stages_ms=stages))
     return found
 
 
 @pytest.fixture(scope="module")
-def fitted() -> Costs:
-    samples = measured("swept")
-    # One time in twenty is far off, as when something else ran beside it.
+def squares() -> tuple[fits._Problem, np.ndarray]:
+    """What least squares make of times of which one in twenty is far off, as when something else ran beside it."""
+    samples = measured("swept", 0.003)
     broken = [replace(s, stages_ms={**s.stages_ms, "scan": 3 * s.stages_ms["scan"]}) for s in samples[::20]]
-    return fit([*broken, *(sample for n, sample in enumerate(samples) if n % 20)], COSTS)
+    problem = fits._Problem([*broken, *(s for n, s in enumerate(samples) if n % 20)], COSTS, predicted)
+    return problem, fits._least_squares(problem)
 
 
-def test_costs_come_back(fitted: Costs) -> None:
-    want, start, got = (parameters(costs) for costs in (TRUTH, COSTS, fitted))
+def worst(costs: Costs, samples: list[Sample]) -> float:
+    with using("sm_90a", costs):
+        return max(regrets(samples).values())
+
+
+def test_costs_come_back(squares: tuple[fits._Problem, np.ndarray]) -> None:
+    problem, logs = squares
+    want, start, got = (parameters(costs) for costs in (TRUTH, COSTS, problem.with_logs(logs)))
     assert want.keys() == got.keys()
     seen = [name for name in want if got[name] != start[name]]
-    assert len(seen) >= 9
-    for name in seen:
-        assert got[name] == pytest.approx(want[name], rel=0.06), name
     # No workload of the list says anything about the others.
     assert {name for name in want if name not in seen} == {
         "prepare_us[(True, 'none')][2]", "prepare_us[(True, 'none')][4]", "prepare_us[(False, 'channel')][1]"
     }  # fmt: skip
+    off = {name: abs(math.log(got[name] / want[name])) for name in seen}
+    before = {name: abs(math.log(start[name] / want[name])) for name in seen}
+    assert statistics.median(off.values()) < 0.02
+    assert sum(off.values()) < 0.2 * sum(before.values())
+    # Times of one kernel that weigh much in many calls.
+    for name in ("scan_chunk_us[head][0]", "scan_chunk_us[head][1]", "carry_chunk_us[head][0]", "launch_us"):
+        assert off[name] < 0.05, name
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Costs:
+    return fit(measured("swept"), COSTS)
 
 
 def test_workloads_that_were_not_swept_are_run_well(fitted: Costs) -> None:
-    for name, most in (("swept", 0.03), ("held-out", 0.05)):
-        samples = measured(name)
-        before = regrets(samples)
-        with using("sm_90a", fitted):
-            after = regrets(samples)
-        assert max(after.values()) <= most
-        assert max(before.values()) > 2 * most, "the costs to start from would have done as well"
+    samples, others = measured("swept"), measured("held-out")
+    assert worst(fitted, samples) <= 0.03 < worst(COSTS, samples)
+    assert worst(fitted, others) <= 0.05 < worst(COSTS, others)
     assert TARGETS["sm_90a"].costs == COSTS
 
 
-def test_choices_come_before_predictions() -> None:
-    """What the formula cannot describe is still no reason for bad choices, also for workloads not seen."""
-
-    def bent(name: str) -> list[Sample]:
-        found = []
-        for sample in measured(name, 0.005):
-            factor = split(sample.shape, "sm_90a", 132, **sample.knobs).segments ** 0.25
-            stages = {stage: factor * ms for stage, ms in sample.stages_ms.items()}
-            found.append(replace(sample, ms=sum(stages.values()), stages_ms=stages))
-        return found
-
-    def worst(logs: np.ndarray, samples: list[Sample]) -> float:
-        with using("sm_90a", problem.with_logs(logs)):
-            return max(regrets(samples).values())
-
-    problem = fits._Problem(bent("swept"), COSTS, predicted)
-    squares = fits._least_squares(problem)
-    assert worst(squares, problem.samples) > 0.03, "least squares would do"
-    nearer = fits._nearer(problem, squares)
-    assert worst(nearer, problem.samples) < 0.01
-    assert worst(nearer, bent("held-out")) < 0.03
+def test_choices_come_before_predictions(fitted: Costs) -> None:
+    """The planner weighs decays that no sample has, too: right costs alone do not make the best choices for these."""
+    samples = measured("swept")
+    assert worst(TRUTH, samples) > 0.03
+    assert worst(fit(samples, COSTS, plain=True), samples) > 0.03, "least squares would do"
+    assert worst(fitted, samples) <= 0.02
 
 
 def test_another_formula_is_fitted_as_well() -> None:
-    def predict(sample: Sample) -> Mapping[str, float]:
+    def predict(sample: Sample) -> Prediction:
         costs = cast(Costs, TARGETS["sm_90a"].costs)
-        return {"scan": costs.scan_chunk_us * sample.shape.tokens**0.5 + costs.launch_us}
+        us = costs.combine_step_us * sample.shape.tokens**0.5 + costs.launch_us
+        return Prediction({"scan": us}, us)
 
-    samples = [replace(s, stages_ms={"scan": (0.3 * s.shape.tokens**0.5 + 9.0) / 1e3}) for s in measured("swept")]
+    samples = [replace(s, stages_ms={"scan": (1.5 * s.shape.tokens**0.5 + 9.0) / 1e3}) for s in measured("swept")]
     samples = [replace(s, ms=s.stages_ms["scan"]) for s in samples]
     got = fit(samples, COSTS, predict)
-    assert (got.scan_chunk_us, got.launch_us) == (pytest.approx(0.3, rel=1e-3), pytest.approx(9.0, rel=1e-3))
+    assert (got.combine_step_us, got.launch_us) == (pytest.approx(1.5, rel=1e-3), pytest.approx(9.0, rel=1e-3))
     assert got.carry_chunk_us == COSTS.carry_chunk_us
 
 
@@ -189,7 +193,7 @@ class FakeProcess:
         for choice in choices(shape, "sm_90a", 132) if only else candidates(shape, "sm_90a", 132):
             if not only or knobs(choice) in only:
                 with using("sm_90a", TRUTH):
-                    us = predicted(Sample("", shape, "sm_90a", 132, knobs(choice), 0.0, {}))
+                    us = predicted(Sample("", shape, "sm_90a", 132, knobs(choice), 0.0, {})).us
                 stages = {stage: us / 1e3 for stage, us in us.items()}
                 row = {"knobs": knobs(choice), "processors": 132, "status": "ok", "stages_ms": stages}
                 rows.append({**row, "median_ms": sum(stages.values())})
@@ -202,10 +206,11 @@ class FakeProcess:
 def test_sweep_update_and_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TARGETS, "sm_90a", TARGETS["sm_90a"])
     monkeypatch.setattr("qla.bench.split_sweep.Process", FakeProcess)
+    monkeypatch.setattr(fits, "_ROUNDS", 6)  # they take a while, and come out alike
     monkeypatch.setattr("qla.bench.cli._device", lambda device: "cuda")
     arguments = ["sweep", "-o", str(tmp_path / "sweep.jsonl")]
 
-    def worst(*more: str) -> tuple[float, int]:
+    def auto(*more: str) -> tuple[float, int]:
         result = CliRunner().invoke(app, [*arguments, *more])
         assert result.exit_code == 0, result.output
         assert result.output.count("\t") >= 6 * 13
@@ -214,12 +219,14 @@ def test_sweep_update_and_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     none = CliRunner().invoke(app, [*arguments, "--budget", "-1"])
     assert "0 measured, 12 left" in none.output
-    assert worst()[0] > 1.05
-    found, again = worst("--update", "--costs", str(tmp_path / "sm_90a.json"))
-    assert (found, again) == (1.0, 0), "what was measured before is measured again"
-    assert cast(Costs, TARGETS["sm_90a"].costs).launch_us == pytest.approx(2.5, rel=0.02)
+    assert auto()[0] > 1.03
+    found, again = auto("--update", "--costs", str(tmp_path / "sm_90a.json"))
+    assert found <= 1.03
+    assert again == 0, "what was measured before is measured again"
     assert COSTS.updated(json.loads((tmp_path / "sm_90a.json").read_text())["costs"]) != COSTS
-    assert worst("--held-out") == (1.0, 12)
+    found, again = auto("--held-out")
+    assert found <= 1.05
+    assert again == 12
     # What the planner takes is measured also where it is not among the candidates.
     assert any("knobs" in request for request in FakeProcess.asked)
 
@@ -241,15 +248,21 @@ def test_tune_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fits, "_ROUNDS", 4)
     path, costs = tmp_path / "sweep.jsonl", tmp_path / "tuned" / "sm_90a.json"
     write_rows(path, measured("swept")[::3])
-    result = CliRunner().invoke(app, ["tune", str(path), "--costs", str(costs)])
+    write_rows(tmp_path / "held-out.jsonl", measured("held-out"))
+    more = ["--check", str(tmp_path / "held-out.jsonl")]
+    result = CliRunner().invoke(app, ["tune", str(path), "--costs", str(costs), *more])
     assert result.exit_code == 0, result.output
-    assert "from the best measured" in result.output
+    assert "others: choices up to" in result.output
+    assert result.output.count("from the best measured") == 2
     data = json.loads(costs.read_text())
     assert {name: data[name] for name in ("device", "driver", "date")} == {
         "device": "d", "driver": "1", "date": "2026-12-01"
     }  # fmt: skip
     assert "12 workloads" in data["from"]
-    assert COSTS.updated(data["costs"]).launch_us == pytest.approx(2.5, rel=0.2)
+    assert COSTS.updated(data["costs"]) != COSTS
+    plain = CliRunner().invoke(app, ["tune", str(path), "--costs", str(tmp_path / "plain.json"), "--plain"])
+    assert plain.exit_code == 0
+    assert plain.output.count("from the best measured") == 1
     # Times of two devices make no costs.
     write_rows(tmp_path / "other.jsonl", measured("swept")[:3], device="other")
     result = CliRunner().invoke(app, ["tune", str(path), str(tmp_path / "other.jsonl"), "--costs", str(costs)])
