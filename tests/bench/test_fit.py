@@ -207,6 +207,7 @@ def test_sweep_update_and_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(TARGETS, "sm_90a", TARGETS["sm_90a"])
     monkeypatch.setattr("qla.bench.split_sweep.Process", FakeProcess)
     monkeypatch.setattr(fits, "_ROUNDS", 6)  # they take a while, and come out alike
+    monkeypatch.setattr(fits, "_LAST_STEP", 0.06)
     monkeypatch.setattr("qla.bench.cli._device", lambda device: "cuda")
     arguments = ["sweep", "-o", str(tmp_path / "sweep.jsonl")]
 
