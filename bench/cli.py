@@ -53,6 +53,13 @@ def _selected(op: str, seed: str, name: str, dtype: str) -> list[Case]:
     return cases
 
 
+def _spread(cases: list[Case], count: int) -> list[Case]:
+    """So many of the cases, at even distances; all where there are no more, or count is 0."""
+    if not 0 < count < len(cases):
+        return cases
+    return [cases[len(cases) * n // count] for n in range(count)]
+
+
 def _device(device: str) -> str:
     # Imported here, as everything that needs torch: it takes its time, and help needs none of it.
     import torch
@@ -110,7 +117,16 @@ def _folders(given: Sequence[str]) -> dict[str, list[str]]:
     missing = [folder for folders in found.values() for folder in folders if not Path(folder).is_dir()]
     if missing:
         raise _fail(f"no such folder: {', '.join(missing)}")
-    return {name: [str(Path(folder).resolve()) for folder in folders] for name, folders in found.items()}
+    return {name: [part for folder in folders for part in _parts(Path(folder))] for name, folders in found.items()}
+
+
+def _parts(folder: Path) -> Iterator[str]:
+    """A folder and those that its .pth files name: they would count where wheels are installed, not unpacked."""
+    yield str(folder.resolve())
+    for file in sorted(folder.glob("*.pth")):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.strip() and not line.startswith(("#", "import ", "import\t")) and (folder / line.strip()).is_dir():
+                yield str((folder / line.strip()).resolve())
 
 
 @app.command()
@@ -133,12 +149,14 @@ def run(
     patience: _Patience = 300.0,
     device: _Device = "",
     retry: Annotated[bool, typer.Option("--retry", help="Measure cases again whose row is an error.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes of a peer that compile before it is measured.", min=1)] = 1,
 ) -> None:
     """Measure workloads, and append a row per case and peer to a JSONL file.
 
     Each peer runs in a process of its own. Rows that are there already (of this device, and this code or version of a
     peer) are not measured again. On a CPU the host target runs on reduced shapes: at most 256 tokens, 4 value heads
-    (but one group), 2 rows and 8 packed sequences. Peers are not asked for the ops that qla cannot run.
+    (but one group), 2 rows and 8 packed sequences. Peers are not asked for the ops that qla cannot run. Our kernels are
+    compiled by all cores first; `--jobs` has a peer compile before, too, as far as it keeps what it compiles on disk.
     """
     from qla.bench.peers import OURS, PEERS
     from qla.bench.runner import Runner
@@ -148,7 +166,7 @@ def run(
     if unknown or not names:
         raise _fail(f"--peers {peers!r}: {', '.join(PEERS)}, or all")
     cases = _selected(op, seed, name, dtype)
-    runner = Runner(output, _device(device), reps, budget, patience, _folders(peer_path or []), retry)
+    runner = Runner(output, _device(device), reps, budget, patience, _folders(peer_path or []), retry, jobs)
     bad = ours = finished = left = 0
     with _bar() as progress:
         for peer in names:
@@ -222,25 +240,113 @@ def sweep(
     seed: _Seed = "",
     name: _Name = "",
     dtype: _Dtype = "",
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file, continued if there.")] = Path("sweep.json"),
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File, continued if there: sweep.jsonl, or sweep.json.")
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="The 12 workloads that costs are not fitted to.")
+    ] = False,
+    update: Annotated[bool, typer.Option("--update", help="Fit the planner's costs, and go by them.")] = False,
+    tunings: Annotated[bool, typer.Option("--tunings", help="The target's tunings, not splits of sequences.")] = False,
+    costs: Annotated[str, typer.Option(help="File that --update writes. Default: the target's own.")] = "",
     budget: _Budget = math.inf,
-    reps: Annotated[int, typer.Option(help="Repetitions of each tuning.", min=1)] = 10,
+    reps: Annotated[int, typer.Option(help="Repetitions of each choice.", min=1)] = 10,
     patience: _Patience = 120.0,
     device: _Device = "",
 ) -> None:
-    """Measure every legal tuning of the target for the workloads, against what the runtime takes by itself.
+    """Measure the ways to split sequences into segments, against the one that the runtime takes by itself.
 
-    Each tuning has a process of its own and an empty cache. What asks for more than the device has is recorded with its
-    error.
+    Without a choice of workloads, 12 that span the regimes. --update fits the costs that the planner goes by to the
+    times of all stages, and writes them to targets/tuned. With --tunings, every legal tuning of the target's kernels is
+    measured instead, each in a process of its own with an empty cache.
     """
+    from qla.bench.isolate import WorkerError
+    from qla.bench.split_sweep import SplitSweep, listed
+
+    if tunings:
+        if update or held_out:
+            raise _fail("--update and --held-out are for splits, not for --tunings")
+        cases = [case for case in _selected(op, seed, name, dtype) if case.traits]
+        _sweep_tunings(cases, output or Path("sweep.json"), _device(device), reps, patience, budget)
+        return
+    if op or seed or name or dtype:
+        cases = [case for case in _selected(op, seed, name, dtype) if case.traits]
+    else:
+        cases = listed("held-out" if held_out else "swept")
+    if not cases:
+        raise _fail("none of these workloads can be run yet")
+    path = output or Path("sweep.jsonl")
+    try:
+        with SplitSweep(path, _device(device), reps, patience, budget) as job, _bar() as progress:
+            todo = job.todo(cases)
+            task = progress.add_task("workloads", total=len(todo))
+            left = job.run(todo, lambda case: progress.update(task, advance=1))
+            if update:
+                chosen = {case.name for case in cases}
+                _tune([row for row in job.rows if row["call"] in chosen], costs)
+            rows, ratios = job.table(cases)
+    except WorkerError as error:
+        raise _fail(str(error)) from None
+    typer.echo("\t".join(("workload", "choices", "auto (ms)", "auto", "best (ms)", "best", "auto over best")))
+    for row in rows:
+        typer.echo("\t".join(row))
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        typer.echo(f"auto over best: {max(ratios):.3f} at most, geometric mean {mean:.3f}, {len(ratios)} workloads")
+    typer.echo(f"{len(todo) - left} measured, {left} left: {path}")
+
+
+def _tune(
+    rows: Sequence[Mapping[str, Any]], path: str, others: Sequence[Mapping[str, Any]] = (), plain: bool = False
+) -> None:
+    """Fit costs to rows, write them and have this process go by them; says what they do for other rows, too."""
+    from dataclasses import replace
+
+    from qla.bench.fit import regrets
+    from qla.bench.split_sweep import samples_of, tune, tuned_path, write_tuned
+    from qla.targets import TARGETS
+
+    try:
+        target, costs, regret = tune(rows, plain)
+    except ValueError as error:
+        raise _fail(str(error)) from None
+    where = Path(path) if path else tuned_path(target)
+    write_tuned(where, costs, rows)
+    TARGETS[target] = replace(TARGETS[target], costs=costs)
+    for what, lost in ((str(where), regret), ("others", regrets(samples_of(others)) if others else {})):
+        if lost:
+            worst = max(lost, key=lambda call: lost[call])
+            typer.echo(f"{what}: choices up to {100 * lost[worst]:.1f} % from the best measured ({worst})")
+
+
+@app.command()
+def tune(
+    results: Annotated[list[Path], typer.Argument(help="JSONL files that `sweep` wrote, of one device.")],
+    costs: Annotated[str, typer.Option(help="File to write. Default: the target's own.")] = "",
+    check: Annotated[list[Path] | None, typer.Option(help="More of them, not fitted to. Repeatable.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Only predict well, whatever choices follow.")] = False,
+) -> None:
+    """Fit the planner's costs to what `sweep` measured before, here or elsewhere.
+
+    Says how far the choices that follow are from the best ones that were measured, also for the workloads in --check.
+    """
+    from qla.bench.runner import read_rows
+
+    missing = [str(path) for path in (*results, *(check or [])) if not path.is_file()]
+    if missing:
+        raise _fail(f"no such file: {', '.join(missing)}")
+    rows, others = ([row for path in paths for row in read_rows(path)] for paths in (results, check or []))
+    _tune(rows, costs, others, plain)
+
+
+def _sweep_tunings(cases: Sequence[Case], output: Path, device: str, reps: int, patience: float, budget: float) -> None:
     from qla.bench.isolate import WorkerError
     from qla.bench.sweep import Sweep
 
-    cases = [case for case in _selected(op, seed, name, dtype) if case.traits]
     if not cases:
         raise _fail("none of these workloads can be run yet")
     try:
-        job = Sweep(output, _device(device), reps, patience, budget)
+        job = Sweep(output, device, reps, patience, budget)
     except WorkerError as error:
         raise _fail(str(error)) from None
     pairs = job.todo(cases)
@@ -269,7 +375,9 @@ def compare(
     margin: Annotated[float, typer.Option(help="Relative change that matters.", min=0.001)] = 0.03,
     rounds: Annotated[int, typer.Option(help="Rounds of fresh processes; a rerun has as many again.", min=2)] = 5,
     blocks: Annotated[int, typer.Option(help="Turns of each process in a round.", min=1)] = 5,
-    reps: Annotated[int, typer.Option(help="Repetitions in a turn, on a GPU.", min=1)] = 5,
+    reps: Annotated[int, typer.Option(help="Repetitions in a turn, on a GPU.", min=1)] = 10,
+    cases: Annotated[int, typer.Option(help="At most so many workloads, spread over those chosen.", min=0)] = 0,
+    plant: Annotated[float, typer.Option(help="Make calls of B longer by so many percent, to see it found.")] = 0.0,
     budget: _Budget = math.inf,
     patience: _Patience = 300.0,
     device: _Device = "",
@@ -288,15 +396,17 @@ def compare(
     from qla.bench.subjects import SubjectError, prepared
 
     device = _device(device)
-    cases = [case for case in _selected(op, seed, name, dtype) if case.traits]
-    cases = distinct(cases) if device == "cpu" else cases
-    if not cases:
+    chosen = [case for case in _selected(op, seed, name, dtype) if case.traits]
+    chosen = distinct(chosen) if device == "cpu" else chosen
+    if not chosen:
         raise _fail("none of these workloads can be run yet")
+    chosen = _spread(chosen, cases)
+    slowdown = 1 + plant / 100
     try:
         with prepared(a) as first, prepared(b) as second:
             path = Path(samples) if samples else None
-            with Comparer(first, second, device, path, blocks, reps, patience, budget) as comparer:
-                code = _compare_versions(comparer, cases, margin, rounds, output)
+            with Comparer(first, second, device, path, blocks, reps, patience, budget, slowdown) as comparer:
+                code = _compare_versions(comparer, chosen, margin, rounds, output)
     except SubjectError as error:
         raise _fail(str(error)) from None
     raise typer.Exit(code)
@@ -351,6 +461,8 @@ def _compare_versions(comparer: Comparer, cases: Sequence[Case], margin: float, 
     )
     if comparer.hello["A"]["settled"]:
         facts += " Addresses are not random, and the same for A and B in a round."
+    if comparer.slowdown != 1:
+        facts += f" Calls of B were made {100 * (comparer.slowdown - 1):.3g} % longer on purpose."
     if not complete:
         facts += " The budget ended before all rounds: run again with the same --samples to go on."
     title = f"Performance: {comparer.a.label} (A) and {comparer.b.label} (B)"

@@ -17,7 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ class Comparer:
     repetitions : of a call in a turn, on a GPU.
     patience : seconds after which a process that gives no answer is given up.
     budget : seconds after which no further round begins for a case.
+    slowdown : factor by which calls of b are made longer.
     """
 
     a: Subject
@@ -92,6 +93,7 @@ class Comparer:
     repetitions: int = 5
     patience: float = 300.0
     budget: float = math.inf
+    slowdown: float = 1.0
     seed: int = 0
 
     failed: dict[str, str] = field(default_factory=dict)
@@ -103,7 +105,7 @@ class Comparer:
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         self._measured: dict[tuple[int, int, str], Row] = {}
         # Started at once, to learn what is compared; the first round takes them over.
-        self._waiting = {side: self._new(side, 0) for side in SIDES}
+        self._waiting = self._new(SIDES, 0)
         self.hello = {side: process.hello for side, process in self._waiting.items()}
         self._load()
 
@@ -124,7 +126,7 @@ class Comparer:
         machine = self.hello["A"]["machine"]
         return {
             "device": machine["device"], "a": machine["code"], "b": self.hello["B"]["machine"]["code"],
-            "timer": self.hello["A"]["timer"],
+            "timer": self.hello["A"]["timer"], **({"slowdown": self.slowdown} if self.slowdown != 1 else {}),
         }  # fmt: skip
 
     def _load(self) -> None:
@@ -138,27 +140,45 @@ class Comparer:
             if {name: row.get(name) for name in self.identity} == self.identity:
                 self._measured[row["pass"], row["round"], row["case"]] = row
 
-    def _start(self, stack: ExitStack, side: str, number: int) -> Process:
-        process = self._waiting.pop(side, None) or self._new(side, number)
-        stack.callback(process.close)
-        return process
+    def _start(self, stack: ExitStack, processes: dict[str, Process], number: int) -> None:
+        """Have a process of each side: those that wait, and new ones for what is missing or gone."""
+        for side, process in self._waiting.items():
+            processes[side] = process
+            stack.callback(process.close)
+        self._waiting.clear()
+        missing = [side for side in self._shuffled() if side not in processes or not processes[side].running]
+        for side, process in self._new(missing, number).items():
+            processes[side] = process
+            stack.callback(process.close)
 
-    def _new(self, side: str, number: int) -> Process:
+    def _new(self, sides: Sequence[str], number: int) -> dict[str, Process]:
+        """Processes of a round, which start at the same time."""
+        found = {side: self._process(side, number) for side in sides}
+        for side, process in found.items():
+            subject, hello = self.b if side == "B" else self.a, process.hello
+            reason = hello.get("reason", "Python imports qla from elsewhere")
+            if hello["status"] != "ok" or not Path(hello["home"]).is_relative_to(subject.folder):
+                for other in found.values():
+                    other.close()
+                raise SubjectError(f"{side} ({subject.label}): {reason}")
+        return found
+
+    def _process(self, side: str, number: int) -> Process:
         subject = self.b if side == "B" else self.a
         cpu = self.device == "cpu"
-        setup = Setup(
-            device=self.device, repetitions=self.repetitions, core=self._cores[number % len(self._cores)] if cpu else -1
-        )
+        core = self._cores[number % len(self._cores)] if cpu else -1
+        slowdown = self.slowdown if side == "B" else 1.0
+        setup = Setup("qla", self.device, self.repetitions, core, trace=False, slowdown=slowdown)
         # The environment lies above the stack, and so moves it.
         pad = {_PAD: "-" * random.Random(number).randrange(1, _PAGE)}
-        process = Process(setup, [str(subject.folder)], pad, subject.python, settled=cpu)
-        hello = process.hello
-        if hello["status"] != "ok":
-            raise SubjectError(f"{side} ({subject.label}): {hello['reason']}")
-        if not Path(hello["home"]).is_relative_to(subject.folder):
-            process.close()
-            raise SubjectError(f"{side} ({subject.label}): Python imports qla from elsewhere")
-        return process
+        return Process(setup, [str(subject.folder)], pad, subject.python, settled=cpu)
+
+    def _warm(self, processes: Mapping[str, Process], cases: Sequence[Case]) -> None:
+        """Have the kernels of both versions compiled; what cannot be, shows where it is called."""
+        for side in ("A", "B"):
+            with suppress(WorkerError):
+                wait = min(self.patience, max(self._until - time.monotonic(), 1.0))
+                processes[side].ask({"warm": [asdict(case) for case in cases]}, wait)
 
     def run(self, part: int, cases: Sequence[Case], rounds: int, done: Callable[[], None]) -> bool:
         """Measure what is missing of the rounds; returns whether nothing is missing any more.
@@ -185,14 +205,17 @@ class Comparer:
     def _round(self, part: int, number: int, cases: Sequence[Case], done: Callable[[], None]) -> bool:
         if number or part > 1:
             self._give_up()  # theirs was another round
+        if time.monotonic() > self._until:
+            return False
         with ExitStack() as stack:
             processes: dict[str, Process] = {}
+            self._start(stack, processes, number)
+            if not number and part == 1:
+                self._warm(processes, cases)
             for case in cases:
                 if time.monotonic() > self._until:
                     return False
-                for side in self._shuffled():
-                    if side not in processes or not processes[side].running:
-                        processes[side] = self._start(stack, side, number)
+                self._start(stack, processes, number)
                 try:
                     times = self._case(processes, case)
                 except WorkerError as error:

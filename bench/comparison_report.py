@@ -39,12 +39,22 @@ def _section(device: str, facts: str, found: Sequence[Line], failed: Mapping[str
     for line in found:
         suites.setdefault(line.op, []).append(line)
     blocks: list[Block] = [Heading(2, device), Paragraph(facts)]
-    columns = ("suite", "cases", *(v.value for v in Verdict), "median speedup", "least", "most", "median half-width")
+    columns = (
+        "suite",
+        "cases",
+        *(v.value for v in Verdict),
+        "median speedup",
+        "least",
+        "most",
+        "half-width",
+        "largest",
+    )
 
     def summary(name: str, part: Sequence[Line]) -> tuple[str, ...]:
         counts = [str(sum(line.verdict is verdict for line in part)) for verdict in Verdict]
-        width = statistics.median(line.ratio.half_width for line in part)
-        return (name, str(len(part)), *counts, *_spread(part), f"{100 * width:.1f} %")
+        widths = [line.ratio.half_width for line in part]
+        ends = (f"{100 * width:.1f} %" for width in (statistics.median(widths), max(widths)))
+        return (name, str(len(part)), *counts, *_spread(part), *ends)
 
     rows = [summary(op, part) for op, part in suites.items()]
     if len(suites) > 1:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +36,8 @@ class Setup:
     repetitions : behind each median.
     core : to run on, with one thread, timed by processor time; -1 for all of them and the clock.
     tuning : choices to force, as `tunings` lists them.
+    trace : on a GPU, take device time from a trace of all kernels; else from events, which need no setting up.
+    slowdown : factor by which calls in blocks are made longer, to see whether that is found.
     """
 
     peer: str = "qla"
@@ -42,6 +45,8 @@ class Setup:
     repetitions: int = 10
     core: int = -1
     tuning: Mapping[str, Any] = field(default_factory=dict)
+    trace: bool = True
+    slowdown: float = 1.0
 
 
 class WorkerError(RuntimeError):
@@ -58,7 +63,7 @@ def _settle() -> None:
 
 
 class Process:
-    """A worker process.
+    """A worker process. It starts up by itself until something is asked of it, so several can at the same time.
 
     Parameters
     ----------
@@ -68,10 +73,6 @@ class Process:
     python : interpreter.
     settled : with its memory at the same addresses each time, where the system (Linux) allows that. Where the stack
         lies alone makes a kernel of the CPU 5 % faster or slower.
-
-    Attributes
-    ----------
-    hello : the answer to the setup: what is measured, with what; its `status` is ``unavailable`` where the peer is not.
     """
 
     def __init__(
@@ -93,25 +94,38 @@ class Process:
             preexec_fn=_settle if settled and sys.platform == "linux" else None,
         )  # fmt: skip
         self._buffer = b""
+        self._until = time.monotonic() + _START_S
+        with suppress(OSError):  # dead already: that shows when it is asked
+            self._send(asdict(setup))
+
+    @cached_property
+    def hello(self) -> dict[str, Any]:
+        """The answer to the setup: what is measured, with what; `status` is ``unavailable`` where the peer is not."""
         try:
-            self.hello = self.ask(asdict(setup), _START_S)
+            hello: dict[str, Any] = json.loads(self._line(max(0.0, self._until - time.monotonic())))
         except WorkerError as error:
-            self.hello = {"status": "unavailable", "reason": str(error)}
-        if self.hello["status"] != "ok":
+            hello = {"status": "unavailable", "reason": str(error)}
+        if hello["status"] != "ok":
             self.close()
+        return hello
 
     def ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Send a request and return its answer; after a `WorkerError` the process is gone."""
-        assert self._process.stdin is not None
+        if self.hello["status"] != "ok":
+            raise WorkerError(self.hello["reason"])
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            self._send(request)
         except OSError:
             raise self._died() from None
         answer: dict[str, Any] = json.loads(self._line(timeout))
         if answer.get("lost"):
             self.close()
         return answer
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
 
     def _line(self, timeout: float) -> bytes:
         assert self._process.stdout is not None

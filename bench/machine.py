@@ -86,6 +86,8 @@ def code_digest() -> str:
     for folder in ("kernels", "tile"):
         templates = files("qla.templates") / folder
         found += [(f"{folder}/{f.name}", f.read_bytes()) for f in templates.iterdir() if _is(f, ".j2")]
+    tuned = files("qla.targets") / "tuned"
+    found += [(f"tuned/{f.name}", f.read_bytes()) for f in (tuned.iterdir() if tuned.is_dir() else ())]
     for name, data in sorted(found):
         digest.update(f"{name} {len(data)} ".encode() + data)
     return digest.hexdigest()[:12]

@@ -10,19 +10,24 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from qla.bench.cost import moved_bytes
 from qla.bench.isolate import Process, Setup, WorkerError
 from qla.bench.peers import OURS, PEERS
 from qla.bench.workloads import Case
 
-__all__ = ["Row", "Runner", "append", "pending", "read_rows", "row_key"]
+__all__ = ["Row", "Runner", "append", "batches", "pending", "read_rows", "row_key"]
 
 Row = dict[str, Any]
+
+_AT_ONCE, _BYTES_AT_ONCE = 8, 8 << 30  # cases that share a trace, and their tensors
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -65,6 +70,28 @@ def pending(
     return [case for case in cases if row_key(case, hello, peer) not in done]
 
 
+def batches(cases: Sequence[Case]) -> Iterator[list[Case]]:
+    """Cases to be measured with one trace: their tensors are all there at the same time."""
+    batch: list[Case] = []
+    size = 0
+    for case in cases:
+        more = moved_bytes(case) if case.traits else 0
+        if batch and (len(batch) == _AT_ONCE or size + more > _BYTES_AT_ONCE):
+            yield batch
+            batch, size = [], 0
+        batch.append(case)
+        size += more
+    if batch:
+        yield batch
+
+
+def kernel_key(case: Case) -> str:
+    """Equal for cases that a peer is taken to have the same kernels for."""
+    d = case.dims
+    kind = [case.op, case.dtype, sorted(case.options.items()), d.heads, d.value_heads, d.dk, d.dv, d.tokens == 1]
+    return json.dumps([*kind, case.lengths is not None, "initial_state" in case.shapes])
+
+
 def check_key(case: Case, row: Mapping[str, Any]) -> str:
     """Equal for cases whose results need one check only: the same op, options, dtype, head dims and kinds of input."""
     d = case.dims
@@ -86,6 +113,7 @@ class Runner:
     patience : seconds after which a case that gives no answer is an error.
     folders : for each peer, what it is imported from.
     retry : measure cases again whose row is an error.
+    jobs : processes of a peer that compile at the same time, before anything is measured.
     """
 
     path: Path
@@ -95,6 +123,7 @@ class Runner:
     patience: float = 300.0
     folders: Mapping[str, Sequence[str]] = field(default_factory=dict)
     retry: bool = False
+    jobs: int = 1
 
     def __post_init__(self) -> None:
         self._began, self._longest = time.monotonic(), 0.0
@@ -133,7 +162,7 @@ class Runner:
             cases = [case for case in cases if case.traits]
         if self.left < self._longest:
             return len(cases)
-        worker = self._worker(peer)
+        worker = self._worker = self._start(peer)
         try:
             hello = worker.hello
             if hello["status"] != "ok":
@@ -142,25 +171,45 @@ class Runner:
                 return 0
             todo = pending(cases, hello, peer, read_rows(self.path), self.retry)
             begin(hello, len(todo))
-            for number, case in enumerate(todo):
+            self._warm(peer, todo)
+            left = len(todo)
+            for batch in batches(todo):
                 if self.left < self._longest:
-                    return len(todo) - number
-                if not worker.running:
-                    worker = self._worker(peer)
+                    return left
                 start = time.monotonic()
-                row = self._row(worker, hello, peer, case)
-                if row is None:
-                    return len(todo) - number
-                append(self.path, row)
+                rows = self._rows(hello, peer, batch)
+                if rows is None:
+                    return left
                 self._longest = max(self._longest, time.monotonic() - start)
-                done(case, row)
+                left -= len(batch)
+                for case, row in zip(batch, rows, strict=True):
+                    append(self.path, row)
+                    done(case, row)
         finally:
-            worker.close()
+            self._worker.close()
         return 0
 
-    def _worker(self, peer: str) -> Process:
+    def _start(self, peer: str) -> Process:
         setup = Setup(peer, self.device, self.repetitions)
         return Process(setup, self.folders.get(peer, ()), PEERS[peer].environment)
+
+    def _warm(self, peer: str, cases: Sequence[Case]) -> None:
+        """Have kernels compiled by all cores before the first call: ours by a worker, a peer's by several of them."""
+        if peer == OURS:
+            with suppress(WorkerError):
+                self._worker.ask({"warm": [asdict(case) for case in cases]}, max(min(self.patience, self.left), 1.0))
+            return
+        kinds = list({kernel_key(case): case for case in reversed(cases)}.values())
+        if self.jobs < 2 or len(kinds) < 2:
+            return
+
+        def prepare(case: Case) -> None:
+            with suppress(WorkerError), self._start(peer) as process:
+                if process.running:
+                    process.ask({"prepare": asdict(case)}, max(min(self.patience, self.left), 1.0))
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            list(pool.map(prepare, kinds))
 
     def _unavailable(self, peer: str, hello: Mapping[str, Any]) -> None:
         """One row for a peer that cannot be had."""
@@ -169,36 +218,70 @@ class Runner:
         if not any(known["key"] == key for known in read_rows(self.path)):
             append(self.path, row)
 
-    def _row(self, worker: Process, hello: Mapping[str, Any], peer: str, case: Case) -> Row | None:
-        """The row of a case, whatever goes wrong; None where the budget ended first."""
+    def _rows(self, hello: Mapping[str, Any], peer: str, cases: Sequence[Case]) -> list[Row] | None:
+        """The rows of cases that are measured together, whatever goes wrong; None where the budget ended first."""
+        rows = [self._head(hello, peer, case) for case in cases]
+        asked = [(case, row) for case, row in zip(cases, rows, strict=True) if "status" not in row]
+        answers = self._answers(peer, asked)
+        if answers is None and len(asked) > 1 and self.left > 0:
+            # One of them took the process with it, or the time: which one shows where each is alone.
+            answers = []
+            for pair in asked:
+                alone = self._answers(peer, [pair])
+                if alone is None:
+                    return None
+                answers += alone
+        if answers is None:
+            return None
+        for (case, row), answer in zip(asked, answers, strict=True):
+            if answer["status"] == "ok":
+                row["check"] = check = check_key(case, row)
+                self._errors[check] = (_number(answer["output_error"]), _number(answer["state_error"]))
+                # Published times are those of an H200, and of the published shape.
+                if "H200" in row["device"] and not answer["reduced"]:
+                    row["published"] = dict(case.peers)
+            row.update(answer)
+        return rows
+
+    def _head(self, hello: Mapping[str, Any], peer: str, case: Case) -> Row:
+        """What a row says of the case and the machine; all there is to say of what cannot be run."""
         row: Row = {
             "key": row_key(case, hello, peer),
             "peer": peer, "peer_version": hello["version"],
             "seed": case.seed, "op": case.op, "workload": case.workload, "dtype": case.dtype,
-            "status": "ok",
             **hello["machine"], "python": hello["python"],
             **_now(),
         }  # fmt: skip
         if case.traits is None:
             return row | {"status": "unsupported", "reason": "not supported yet: backward and one-token kernels"}
-        if worker.hello["status"] != "ok":
-            return row | {"status": "error", "reason": worker.hello["reason"]}
-        check = check_key(case, row)
-        # The first case of a run is given all its patience, so that every run gets on.
+        return row
+
+    def _answers(self, peer: str, asked: Sequence[tuple[Case, Row]]) -> list[Row] | None:
+        """A worker's answers; None where the budget ended first, or where one of several cases was its end."""
+        if not asked:
+            return []
+        if not self._worker.running:
+            self._worker = self._start(peer)
+        if self._worker.hello["status"] != "ok":
+            return [{"status": "error", "reason": self._worker.hello["reason"]} for _ in asked]
+        keys = [check_key(case, row) for case, row in asked]
+        request = [
+            {"case": asdict(case), "check": key, "errors": self._errors.get(key)}
+            for (case, _), key in zip(asked, keys, strict=True)
+        ]
+        # The first cases of a run are given all their patience, so that every run gets on.
         wait = self.patience if not self._longest else min(self.patience, max(self.left, 1.0))
         try:
-            answer = worker.ask({"measure": asdict(case), "errors": self._errors.get(check)}, wait)
+            answer = self._worker.ask({"measure": request}, wait)
         except WorkerError as error:
-            if error.late and wait < self.patience:
+            if len(asked) > 1 or (error.late and wait < self.patience):
                 return None
-            return row | {"status": "error", "reason": str(error)}
-        if answer["status"] == "ok":
-            self._errors[check] = (_number(answer["output_error"]), _number(answer["state_error"]))
-            row["check"] = check
-            # Published times are those of an H200, and of the published shape.
-            if "H200" in row["device"] and not answer["reduced"]:
-                row["published"] = dict(case.peers)
-        return row | answer
+            return [{"status": "error", "reason": str(error)}]
+        if answer["status"] != "ok":
+            return [answer for _ in asked]
+        if answer.get("lost") and len(asked) > 1:
+            return None
+        return list(answer["rows"])
 
 
 def _now() -> Row:

@@ -102,9 +102,11 @@ class Sweep:
             if process.hello["status"] != "ok":
                 return {"error": process.hello["reason"]}
             try:
-                row = process.ask({"measure": asdict(case)}, self.patience)
+                request = {"case": asdict(case), "check": "", "errors": None}
+                answer = process.ask({"measure": [request]}, self.patience)
             except WorkerError as error:
                 return {"error": str(error)}
+        (row,) = answer.get("rows", [answer])
         if row["status"] != "ok":
             return {"error": row["reason"]}
         # The first call of a process renders, compiles and loads; a warm one does not.

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +27,9 @@ __all__ = [
 
 WARM_UP = 3
 _ATTEMPTS = 3
-_PATIENCE = 2.0  # seconds after which a slow call is repeated no more often than _LEAST
+_PATIENCE = 0.25  # seconds after which a slow call is repeated no more often than _LEAST
 _LEAST = 3
+_BLOCK_MS = 20.0
 
 
 class TimerError(RuntimeError):
@@ -72,6 +74,10 @@ class Timer(Protocol):
         """Time a call that has run before."""
         ...
 
+    def measure_all(self, calls: Sequence[Callable[[], object]]) -> list[Timing]:
+        """Time several, for less than each alone costs where setting a measurement up takes long."""
+        ...
+
     def block(self, call: Callable[[], object]) -> float:
         """Milliseconds of a warm call, from a few tens of milliseconds of work: one of many such numbers."""
         ...
@@ -92,20 +98,21 @@ def busy(events: Sequence[Event]) -> float:
     return total
 
 
-def repetitions(events: Sequence[Event], flush: Event, count: int) -> list[list[Event]]:
-    """Split the events of a profile at its flushes.
+def repetitions(events: Sequence[Event], flush: Event, counts: Sequence[int]) -> list[list[list[Event]]]:
+    """Split the events of a profile at its flushes: for each call, the events of each of its repetitions.
 
     Parameters
     ----------
     events : of the whole profile.
     flush : a flush profiled alone; an event of that name that takes at least half as long is one.
-    count : how many repetitions ran.
+    counts : how many repetitions ran of each call, one call after the other, and one more before them. That one is
+        left out: what a library remembers from the call before is then that call's own, as where it runs alone.
 
     Raises
     ------
     TimerError
-        The flushes are not as many as the repetitions, or these do not all have the same number of kernels: the
-        profiler has lost some, or a call does something else each time.
+        The flushes are not as many as the repetitions, or those of a call do not all have the same number of kernels:
+        the profiler has lost some, or the call does something else each time.
     """
     least = 0.5 * (flush.end - flush.start)
     groups: list[list[Event]] = []
@@ -116,10 +123,15 @@ def repetitions(events: Sequence[Event], flush: Event, count: int) -> list[list[
             groups[-1].append(event)
         else:
             raise TimerError(f"{event.name} ran before the first flush")
-    sizes = sorted({len(group) for group in groups})
-    if len(groups) != count or len(sizes) != 1 or not sizes[0]:
-        raise TimerError(f"{count} repetitions gave {len(groups)} flushes, with {sizes} kernels after one")
-    return groups
+    ends = list(accumulate(count + 1 for count in counts))
+    if [len(groups)] != ends[-1:]:
+        raise TimerError(f"{ends[-1]} repetitions gave {len(groups)} flushes")
+    calls = [groups[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    for count, call in zip(counts, calls, strict=True):
+        sizes = sorted({len(group) for group in call})
+        if len(sizes) != 1 or not sizes[0]:
+            raise TimerError(f"{count} repetitions of a call gave {sizes} kernels after one flush")
+    return calls
 
 
 def summarize(groups: Sequence[Sequence[Event]], wall_ms: float) -> Timing:
@@ -195,12 +207,11 @@ class DeviceTimer:
         tracer = "roctracer" if torch.version.hip else "CUPTI"
         self.description = f"kernel intervals ({tracer}), {self._flush.description}"
 
-    def _profile(self, call: Callable[[], object], count: int) -> list[Event]:
-        """Events on the device while `call` runs `count` times."""
+    def _profile(self, run: Callable[[], object]) -> list[Event]:
+        """Events on the device while `run` runs."""
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            for _ in range(count):
-                call()
+            run()
             torch.cuda.synchronize()
         return [
             Event(e.name, e.time_range.start, e.time_range.end)
@@ -211,40 +222,55 @@ class DeviceTimer:
     def _calibrate(self) -> Event:
         """Name and duration of a flush; also the first trace, which the tracer needs to set itself up."""
         events: list[Event] = []
+
+        def flushes() -> None:
+            for _ in range(3):
+                self._flush()
+
         for _ in range(_ATTEMPTS):
-            events = self._profile(self._flush, 3)
+            events = self._profile(flushes)
             if len(events) == 3 and len({e.name for e in events}) == 1:
                 return min(events, key=lambda e: e.end - e.start)
         names = [e.name for e in events]
         raise TimerError(f"3 flushes gave the events {names}: torch.profiler cannot trace this device")
 
-    def _groups(self, call: Callable[[], object], count: int) -> list[list[Event]]:
-        """Events of each of `count` repetitions; what the profiler lost is measured again."""
+    def _groups(self, calls: Sequence[Callable[[], object]], counts: Sequence[int]) -> list[list[list[Event]]]:
+        """Events of each repetition of each call; what the profiler lost is measured again."""
 
-        def flushed() -> None:
-            self._flush()
-            call()
+        def all_of_them() -> None:
+            for call, count in zip(calls, counts, strict=True):
+                for _ in range(count + 1):
+                    self._flush()
+                    call()
 
         for _ in range(_ATTEMPTS - 1):
             try:
-                return repetitions(self._profile(flushed, count), self._mark, count)
+                return repetitions(self._profile(all_of_them), self._mark, counts)
             except TimerError:
                 continue
-        return repetitions(self._profile(flushed, count), self._mark, count)
+        return repetitions(self._profile(all_of_them), self._mark, counts)
 
     def measure(self, call: Callable[[], object]) -> Timing:
         """Time a call."""
-        seconds = _warm(call)
-        wall_ms = _wall_ms(call, _affordable(self.calls, seconds))
-        return summarize(self._groups(call, _affordable(self.count, seconds)), wall_ms)
+        (timing,) = self.measure_all([call])
+        return timing
+
+    def measure_all(self, calls: Sequence[Callable[[], object]]) -> list[Timing]:
+        """Time several calls in one trace: starting and reading one takes longer than most calls."""
+        seconds = [_warm(call) for call in calls]
+        walls = [_wall_ms(call, _affordable(self.calls, s)) for call, s in zip(calls, seconds, strict=True)]
+        found = self._groups(calls, [_affordable(self.count, s) for s in seconds])
+        return [summarize(groups, wall) for groups, wall in zip(found, walls, strict=True)]
 
     def block(self, call: Callable[[], object]) -> float:
         """Median device time of a few flushed calls."""
-        return summarize(self._groups(call, self.count), 0.0).device_ms
+        return summarize(self._groups([call], [self.count])[0], 0.0).device_ms
 
 
 class EventTimer:
-    """Events around single calls, on the current GPU: gaps between kernels and waiting for launches count too.
+    """Events around single calls, on the current GPU: gaps between kernels count too.
+
+    Each goes behind two flushes: while these run, the launches of the call are queued, and nothing waits for the host.
 
     Parameters
     ----------
@@ -255,12 +281,14 @@ class EventTimer:
     def __init__(self, count: int = 10, calls: int = 10) -> None:
         self.count, self.calls = count, calls
         self._flush = _Flush()
-        self.description = f"events around each call, gaps included; {self._flush.description}"
+        self.description = f"events around each call, gaps included; {self._flush.description}, twice"
 
-    def _times(self, call: Callable[[], object], count: int) -> list[float]:
+    def times(self, call: Callable[[], object], count: int) -> list[float]:
+        """Milliseconds of each of so many calls."""
         mark: Any = torch.cuda.Event
         pairs = [(mark(enable_timing=True), mark(enable_timing=True)) for _ in range(count)]
         for first, last in pairs:
+            self._flush()
             self._flush()
             first.record()
             call()
@@ -272,11 +300,17 @@ class EventTimer:
         """Time a call."""
         seconds = _warm(call)
         wall_ms = _wall_ms(call, _affordable(self.calls, seconds))
-        return _timing(self._times(call, _affordable(self.count, seconds)), wall_ms, {})
+        return _timing(self.times(call, _affordable(self.count, seconds)), wall_ms, {})
+
+    def measure_all(self, calls: Sequence[Callable[[], object]]) -> list[Timing]:
+        """Time several, one after the other."""
+        return [self.measure(call) for call in calls]
 
     def block(self, call: Callable[[], object]) -> float:
-        """Median of a few flushed calls."""
-        return statistics.median(self._times(call, self.count))
+        """Median of a few flushed calls, fewer where they are slow."""
+        times = self.times(call, _LEAST)
+        rest = min(self.count - _LEAST, int(_BLOCK_MS / statistics.median(times)))
+        return statistics.median(times + self.times(call, max(rest, 0)))
 
 
 class ClockTimer:
@@ -301,6 +335,10 @@ class ClockTimer:
         began, count = time.perf_counter(), _affordable(self.count, warm / 1e3)
         times = self._times(call, count)
         return _timing(times, 1e3 * (time.perf_counter() - began) / count, {})
+
+    def measure_all(self, calls: Sequence[Callable[[], object]]) -> list[Timing]:
+        """Time several, one after the other."""
+        return [self.measure(call) for call in calls]
 
     def block(self, call: Callable[[], object]) -> float:
         """Least of a few calls."""
@@ -340,10 +378,12 @@ class ProcessorTimer(ClockTimer):
         return min(times + self._times(call, max(rest, 0)))
 
 
-def timer_for(device: str, count: int) -> Timer:
-    """The timer for calls on ``"cuda"`` or ``"cpu"``."""
+def timer_for(device: str, count: int, trace: bool = True) -> Timer:
+    """The timer for calls on ``"cuda"`` or ``"cpu"``; without `trace`, one that needs no setting up."""
     if device == "cpu":
         return ClockTimer(count)
+    if not trace:
+        return EventTimer(count)
     try:
         return DeviceTimer(count)
     except TimerError:

@@ -1,8 +1,14 @@
 """The process that measures one peer: reads a request per line from standard input, answers with a line each.
 
-Requests and answers are JSON objects. The first request is a `Setup`; then come ``{"measure": case, "errors": ...}``
-for a row of `run`, and ``{"prepare": case}`` and ``{"block": true}`` for the rounds of `compare`. What a peer prints
-goes to standard error, so that it cannot get between the answers.
+Requests and answers are JSON objects. The first request is a `Setup`; then come
+
+- ``{"measure": [{"case": case, "check": key, "errors": ...}, ...]}`` for rows of `run`,
+- ``{"warm": [case, ...]}`` to compile our kernels for these cases, and with ``"split": true`` those of all ways to
+  split them,
+- ``{"splits": case}`` for the time of each of these ways, and ``"knobs": [...]`` for some only,
+- ``{"prepare": case}`` and ``{"block": true}`` for the rounds of `compare`.
+
+What a peer prints goes to standard error, so that it cannot get between the answers.
 """
 
 from __future__ import annotations
@@ -13,8 +19,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,11 +33,13 @@ from qla.bench import accuracy, cost, inputs, reference
 from qla.bench.inputs import Call
 from qla.bench.isolate import Setup
 from qla.bench.machine import clocks, describe
-from qla.bench.peers import PEERS, NotOfferedError
-from qla.bench.timing import ClockTimer, ProcessorTimer, Timer, timer_for
+from qla.bench.peers import OURS, PEERS, NotOfferedError
+from qla.bench.plant import slowed
+from qla.bench.timing import ClockTimer, ProcessorTimer, Timer, Timing, timer_for
 from qla.bench.tunings import apply
 from qla.bench.workloads import Case
 from qla.errors import UnsupportedError
+from qla.runtime.drivers import driver_for
 
 __all__ = ["CPU_TOKENS", "CPU_VALUE_HEADS", "main"]
 
@@ -37,7 +47,7 @@ Row = dict[str, Any]
 
 # A CPU measures `Case.shrink` of these: a call of such a case takes a few hundredths of a second.
 CPU_TOKENS, CPU_VALUE_HEADS = 256, 4
-_FREE_ABOVE = 1 << 30  # bytes of a case's tensors, beyond which memory goes back to the device after it
+_KEPT = 1 / 6  # of a GPU's memory: what torch holds beyond that is given back, since other processes measure there too
 
 
 class Worker:
@@ -50,6 +60,8 @@ class Worker:
         self.call: Call | None = None
         self.timer: Timer = ClockTimer(setup.repetitions)
         self.limits: cost.Ceilings | None = None
+        self.target = ""
+        self.errors: dict[str, tuple[float, float]] = {}
 
     def start(self) -> Row:
         """Import the peer and set the timer up; says with what everything is measured."""
@@ -58,15 +70,17 @@ class Worker:
             raise NotOfferedError("torch sees no GPU")
         version = self.peer.load()
         machine = describe(self.device)
-        self.limits = cost.ceilings(machine.device)
+        self.limits, self.target = cost.ceilings(machine.device), machine.target
         if setup.tuning:
             apply(machine.target, setup.tuning)
+        if self.device == "cpu" and setup.peer == OURS:
+            # Our kernels do not use torch's threads, and in checks these spin more than they work.
+            torch.set_num_threads(1)
         if setup.core >= 0:
             os.sched_setaffinity(0, {setup.core})
-            torch.set_num_threads(1)
             self.timer = ProcessorTimer(setup.repetitions)
         else:
-            self.timer = timer_for(self.device, setup.repetitions)
+            self.timer = timer_for(self.device, setup.repetitions, setup.trace)
         return {
             "version": version, "machine": asdict(machine), "timer": self.timer.description,
             "settled": _settled(), "python": sys.version.split()[0], "home": os.path.dirname(str(qla.__file__)),
@@ -75,7 +89,11 @@ class Worker:
     def answer(self, request: Row) -> Row:
         """Carry out one request."""
         if "measure" in request:
-            return self.measure(Case.from_json(request["measure"]), request.get("errors"))
+            return {"rows": self.measure(request["measure"])}
+        if "warm" in request:
+            return self.warm([Case.from_json(case) for case in request["warm"]], bool(request.get("split")))
+        if "splits" in request:
+            return {"rows": self.splits(Case.from_json(request["splits"]), request.get("knobs"))}
         if "prepare" in request:
             return self.prepare(Case.from_json(request["prepare"]))
         assert self.call is not None
@@ -97,39 +115,118 @@ class Worker:
         for _ in range(3):
             self.call.run()
         self._wait()
+        if self.setup.slowdown > 1:
+            self.call = replace(self.call, run=slowed(self.call.run, self.setup.slowdown, self.timer))
         return {"reduced": case.reduced}
 
-    def measure(self, case: Case, errors: tuple[float, float] | None) -> Row:
-        """Time a case and check it; `errors` are those of the small case where they are known already."""
+    def warm(self, cases: Sequence[Case], split: bool) -> Row:
+        """Compile our kernels for the cases, so that no first call waits for that."""
+        # Imported here, as below: what `compare` measures may be older than what they ask for.
+        from qla.bench.plans import compile_all, kernels
+        from qla.bench.splits import candidates
+
+        specs = kernels(map(self._case, cases), self.target, self._processors(), candidates if split else None)
+        began = time.perf_counter()
+        compile_all(specs)
+        return {"kernels": len(specs), "seconds": time.perf_counter() - began}
+
+    def splits(self, case: Case, only: Sequence[Row] | None) -> list[Row]:
+        """Time choices for a case: what they are, how long they take, and each of their stages."""
+        from qla.bench.plans import call_shape
+        from qla.bench.splits import candidates, forced, knobs, stages_ms
+        from qla.codegen.planner import choices
+
         case = self._case(case)
+        call = self.peer.call(case, inputs.tensors(case, self.device))
+        asked = (call_shape(case), self.target, self._processors())
+        found = candidates(*asked) if only is None else [c for c in choices(*asked) if knobs(c) in only]
+        runs = [forced(call.run, choice) for choice in found]
+        rows: list[Row] = []
+        for choice, timing in zip(found, self._timings(runs), strict=True):
+            row: Row = {"knobs": knobs(choice), "processors": choice.processors}
+            if isinstance(timing, Timing):
+                times = {"median_ms": timing.device_ms, "q1_ms": timing.q1_ms, "q3_ms": timing.q3_ms}
+                row |= {**times, "inner": len(timing.samples), "stages_ms": stages_ms(choice, timing.kernels)}
+            else:
+                row["error"] = timing["reason"]
+            rows.append({"status": "error" if "error" in row else "ok", **row})
+        return rows
+
+    def _processors(self) -> int:
+        return driver_for(self.target, torch.cuda.current_device() if self.device == "cuda" else -1).processors
+
+    def measure(self, asked: Sequence[Row]) -> list[Row]:
+        """Time cases and check them, all with one trace; `errors` are those of a small case where these are known."""
+        begun: list[tuple[Row, Call | None]] = []
+        for item in asked:
+            try:
+                begun.append(self._begin(self._case(Case.from_json(item["case"])), item["check"], item["errors"]))
+            except Exception as error:  # out of memory, a kernel that does not compile: the others must still run
+                begun.append((failure(error), None))
+        calls = [call.run for _, call in begun if call]
+        start = time.perf_counter()
+        timings = iter(self._timings(calls))
+        each = (time.perf_counter() - start) / max(len(calls), 1)
+        if calls:
+            calls[-1]()  # so that the device is at work while its clocks are read
+        now = clocks(self.device)
+        rows = []
+        for (row, call), item in zip(begun, asked, strict=True):
+            if call:
+                timing = next(timings)
+                row = self._timed(row, self._case(Case.from_json(item["case"])), timing) | {"clocks": now}
+                row.setdefault("seconds", {})["time"] = each
+            rows.append(row)
+        return rows
+
+    def _begin(self, case: Case, check: str, errors: tuple[float, float] | None) -> tuple[Row, Call]:
+        """Make a call, and all of its row but the times."""
+        marks = [time.perf_counter()]
         given = inputs.tensors(case, self.device)
         call = self.peer.call(case, given)
-        start = time.perf_counter()
+        self._wait()
+        marks.append(time.perf_counter())
         first = call.run()
         self._wait()
-        row: Row = {"first_call_s": time.perf_counter() - start}
+        marks.append(time.perf_counter())
         long = max(case.sequence_lengths()) > accuracy.CHECKED[self.device][0]
         sampled = accuracy.sampled_error(case, given, call.outputs(first)[0]) if long else None
         del first
-        timing = self.timer.measure(call.run)
-        call.run()  # so that the device is at work while its clocks are read
-        row |= {
+        if check not in self.errors:
+            self.errors[check] = errors or accuracy.whole_errors(case, self.peer.call, self.device)
+        marks.append(time.perf_counter())
+        seconds = [end - start for start, end in pairwise(marks)]
+        row: Row = {
+            "status": "ok",
             "reduced": case.reduced,
             "shapes": {name: list(shape) for name, shape in case.shapes.items()},
             "lengths": case.lengths, "options": dict(case.options),
-            "clocks": clocks(self.device),
             "timer": self.timer.description,
+            "first_call_s": seconds[1],
+            "seconds": dict(zip(("tensors", "first", "check"), seconds, strict=True)),
+        }  # fmt: skip
+        return row | _verdict(case, *self.errors[check], sampled), call
+
+    def _timings(self, calls: Sequence[Callable[[], object]]) -> list[Timing | Row]:
+        """Times of calls; where they cannot be timed together each alone, and what fails then instead of its time."""
+        if not calls:
+            return []
+        try:
+            return list(self.timer.measure_all(calls))
+        except Exception as error:
+            if len(calls) == 1:
+                return [failure(error)]
+        return [found for call in calls for found in self._timings([call])]
+
+    def _timed(self, row: Row, case: Case, timing: Timing | Row) -> Row:
+        """A row with its times, or the failure instead of it."""
+        if not isinstance(timing, Timing):
+            return timing
+        return row | self._costs(case, timing.device_ms) | {
             "repetitions": len(timing.samples), "samples_ms": [float(f"{ms:.5g}") for ms in timing.samples],
             "device_ms": timing.device_ms, "q1_ms": timing.q1_ms, "q3_ms": timing.q3_ms,
             "wall_ms": timing.wall_ms, "kernels": timing.kernels,
         }  # fmt: skip
-        del call
-        size = sum(x.nbytes for x in given.values())
-        del given
-        if size > _FREE_ABOVE:
-            self.free()
-        output, state = errors or accuracy.whole_errors(case, self.peer.call, self.device)
-        return row | self._costs(case, timing.device_ms) | _verdict(case, output, state, sampled)
 
     def _costs(self, case: Case, ms: float) -> Row:
         """Throughput, and the floor where the device's ceilings are known."""
@@ -141,8 +238,8 @@ class Worker:
         return row
 
     def free(self) -> None:
-        """Give memory back to the device."""
-        if self.device == "cuda":
+        """Give memory back to the device, if that much is held that others could want it: it takes time to get."""
+        if self.device == "cuda" and torch.cuda.memory_reserved() > _KEPT * torch.cuda.mem_get_info()[1]:
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -201,10 +298,12 @@ def serve(source: TextIO, sink: TextIO) -> None:
         for line in source:
             try:
                 row = {"status": "ok", **worker.answer(json.loads(line))}
-            except Exception as error:  # out of memory, a kernel that does not compile: the next case must still run
+            except Exception as error:  # the next request must still be answered
                 row = failure(error)
             # Only here is the traceback gone that kept the tensors of the case.
-            lost = row["status"] != "ok" and not worker.alive()
+            worker.free()
+            failed = any(part["status"] == "error" for part in (row, *row.get("rows", ())))
+            lost = failed and not worker.alive()
             reply(row | ({"lost": True} if lost else {}))
             if lost:
                 return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.resources import files
 from typing import Any, Literal
 
 
@@ -55,6 +57,35 @@ class Costs:
     launch_us: float
     prepare_us: Mapping[tuple[bool, str], Mapping[int, float]]
     bandwidth: float
+
+    def updated(self, data: Mapping[str, Any]) -> Costs:
+        """These costs with those in their place that `data`, made by `to_json`, has."""
+        if unknown := set(data) - {field.name for field in fields(self)}:
+            raise ValueError(f"costs have no {', '.join(sorted(unknown))}")
+
+        def frozen(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: frozen(part) for key, part in value.items()}
+            return tuple(value) if isinstance(value, list) else value
+
+        values: dict[str, Any] = {name: frozen(value) for name, value in data.items()}
+        if "prepare_us" in data:
+            values["prepare_us"] = {
+                (delta, gate): {int(least): us for least, us in table.items()}
+                for delta, gate, table in data["prepare_us"]
+            }
+        return replace(self, **values)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        tables = [[delta, gate, table] for (delta, gate), table in self.prepare_us.items()]
+        return json.loads(json.dumps({**asdict(replace(self, prepare_us={})), "prepare_us": tables}))  # type: ignore[no-any-return]
+
+
+def tuned(name: str, costs: Costs) -> Costs:
+    """Costs of a target, with what a sweep measured (`tuned/NAME.json`, where there is one) in the place of `costs`."""
+    file = files("qla.targets") / "tuned" / f"{name}.json"
+    return costs.updated(json.loads(file.read_text(encoding="utf-8"))["costs"]) if file.is_file() else costs
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import torch
 
 from qla.bench import inputs
 from qla.bench.accuracy import excerpt, sampled_error, whole_errors
-from qla.bench.chunked import forward
-from qla.bench.reference import recurrence, relative_error
-from qla.bench.workloads import OPS, Case, load, select
+from qla.bench.chunked import forward, states
+from qla.bench.reference import operands, recurrence, relative_error
+from qla.bench.workloads import CHUNK, OPS, Case, load, select
 
 
 def kinds(op: str) -> list[Case]:
@@ -38,6 +38,20 @@ def test_sampled_chunks_agree_with_the_whole(op: str) -> None:
         given = inputs.tensors(case, "cpu")
         o, _ = recurrence(case, given)
         assert sampled_error(case, given, o) < 1e-13, case.name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_states_before_each_chunk(op: str) -> None:
+    for case in kinds(op):
+        part, given = excerpt(case, inputs.tensors(case, "cpu"), 0, 0, 0, case.sequence_lengths()[0])
+        x = operands(part, given, torch.float64)
+        # However many chunks are taken at once, their edges do not show.
+        for at_once in (1, 64):
+            found = list(states(x, at_once))
+            assert len(found) == -(-x.q.shape[1] // CHUNK)
+            for number, S in enumerate(found[1:], 1):
+                begin, given_there = excerpt(case, inputs.tensors(case, "cpu"), 0, 0, 0, number * CHUNK)
+                assert relative_error(S, recurrence(begin, given_there)[1]) < 1e-13, case.name
 
 
 def test_errors_far_down_a_sequence_are_seen() -> None:

@@ -64,6 +64,18 @@ def test_a_planted_slowdown_is_found_and_nothing_else(slower: Path, tmp_path: Pa
     assert row in again.output
 
 
+def test_a_slowdown_on_purpose(tmp_path: Path) -> None:
+    arguments = [
+        "compare", str(ROOT), str(ROOT), "--device", "cpu", "--seed", "001", "--op", "GDNFwd", "--dtype", "bf16",
+        "--name", "decode-b[14]", "--cases", "1", "--rounds", "2", "--blocks", "3", "--margin", "0.1",
+    ]  # fmt: skip
+    result = CLI.invoke(app, [*arguments, "--plant", "40"])
+    assert result.exit_code == 1, result.output
+    assert "40 % longer on purpose" in result.output
+    (row,) = (line for line in result.output.splitlines() if "**SLOW**" in line)
+    assert 0.65 < float(row.split("|")[6].strip().rstrip("x")) < 0.8
+
+
 def test_a_version_that_does_not_work(slower: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(slower, broken)

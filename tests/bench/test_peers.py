@@ -19,7 +19,7 @@ from qla.bench.cli import app
 from qla.bench.isolate import Process, Setup, WorkerError
 from qla.bench.peers import PEERS, NotOfferedError
 from qla.bench.reference import recurrence, relative_error
-from qla.bench.runner import read_rows
+from qla.bench.runner import Runner, batches, read_rows
 from qla.bench.workloads import Case, load, select
 
 
@@ -161,7 +161,16 @@ def test_a_peer_that_crashes_costs_one_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     filters = ["--op", "KDAFwd,GDNFwd", "--name", "kda-tp1-decode-b1,decode-b1-v", "--dtype", "bf16", "--device", "cpu"]
     filters += ["--reps", "2", "-o", str(path), "--peers", "flashkda,flashqla,qla"]
-    folders = ["--peer-path", f"flashkda={tmp_path / 'kda'}", "--peer-path", f"flashqla={tmp_path / 'qla'}"]
+    # As an unpacked wheel has it whose module lies deeper, where only its .pth file says so.
+    (tmp_path / "wheels" / "deeper").mkdir(parents=True)
+    (tmp_path / "kda" / "flash_kda.py").rename(tmp_path / "wheels" / "deeper" / "flash_kda.py")
+    (tmp_path / "wheels" / "some.pth").write_text("# a comment\nimport os\nno such folder\ndeeper\n")
+    folders = [
+        "--peer-path",
+        f"flashkda={tmp_path / 'kda'}:{tmp_path / 'wheels'}",
+        "--peer-path",
+        f"flashqla={tmp_path / 'qla'}",
+    ]
     result = CliRunner().invoke(app, ["run", *filters, *folders])
     assert result.exit_code == 0, result.output
     rows = read_rows(path)
@@ -179,13 +188,28 @@ def test_a_peer_that_crashes_costs_one_row(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == len(rows)
 
 
+def test_what_crashes_costs_no_row_of_what_is_measured_with_it(tmp_path: Path) -> None:
+    crash = _CRASHES.replace(
+        "    print", "    if a[0].shape[1] == 1: a[6].zero_(); k['final_state'].zero_(); return\n    print"
+    )
+    (tmp_path / "flash_kda.py").write_text("__version__ = '9'\n" + crash)
+    cases = [small("KDAFwd", name) for name in ("kda-tp1-decode-b1", "kda-tp1-4096", "kda-tp1-decode-b8")]
+    runner = Runner(tmp_path / "rows.jsonl", "cpu", 2, folders={"flashkda": [str(tmp_path)]}, jobs=2)
+    assert [case.name for case in next(batches(cases))] == [case.name for case in cases]
+    assert runner.run("flashkda", cases, lambda hello, todo: None, lambda case, row: None) == 0
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [row["status"] for row in rows] == ["ok", "error", "ok"]
+    assert not rows[0]["accurate"]  # zeros are not the result
+    assert "SIGSEGV" in rows[1]["reason"]
+
+
 def test_a_peer_that_hangs_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "flash_kda.py").write_text("import time\n__version__ = '9'\ndef fwd(*a, **k): time.sleep(600)\n")
     case = small("KDAFwd", "kda-tp1-4096")
     with Process(Setup("flashkda", "cpu"), [str(tmp_path)]) as process:
         assert process.hello["version"] == "9"
         with pytest.raises(WorkerError, match="no answer within 2 s") as caught:
-            process.ask({"measure": asdict(case)}, 2.0)
+            process.ask({"measure": [{"case": asdict(case), "check": "", "errors": None}]}, 2.0)
         assert caught.value.late
         assert not process.running
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from qla.bench import plans
 from qla.bench import runner as runners
 from qla.bench.cli import app
+from qla.bench.cost import moved_bytes
+from qla.bench.isolate import Process, Setup
 from qla.bench.workloads import load, select
 
 CLI = CliRunner()
@@ -37,6 +41,7 @@ def test_run_resume_and_report(tmp_path: Path) -> None:
         assert row["timer"].startswith("wall clock")
         assert row["target"] == "host"
         assert row["peer"] == "qla"
+        assert set(row["seconds"]) == {"tensors", "first", "check", "time"}
         assert len(row["samples_ms"]) == row["repetitions"] >= 2
         assert (row["sampled_error"] is None) == (row["shapes"]["q"][1] <= 64)
         assert "published" not in row
@@ -75,6 +80,32 @@ def test_a_case_that_fails_costs_one_row(tmp_path: Path) -> None:
     assert all("Error" in row["reason"] for row in runners.read_rows(path))
     assert CLI.invoke(app, ["report", str(path)]).output.count("| error |") == len(cases)
     assert CLI.invoke(app, ["run", *arguments, "--dtype", "bf16", "--retry"]).exit_code == 0
+
+
+def test_cases_share_a_trace_up_to_a_size() -> None:
+    cases = [case for case in load() if case.seed in ("000", "001")]
+    found = list(runners.batches(cases))
+    assert [case for batch in found for case in batch] == cases
+    assert max(map(len, found)) == 8
+    for batch in found:
+        assert len(batch) == 1 or sum(moved_bytes(case) for case in batch if case.traits) <= 8 << 30
+    assert any(len(batch) == 1 for batch in found)
+
+
+def test_kernels_of_all_cases_are_known_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = select(load(), seed="001", op="GDNFwd,KDAFwd,GLAChunkFwd,GDNBwd", dtype="bf16")
+    specs = plans.kernels(cases, "sm_90a", 132)
+    assert {(spec.op, spec.saves) for spec in specs if spec.stage == "scan"} == {
+        ("gated_delta_rule", False), ("kda", False), ("gla", True)
+    }  # fmt: skip
+    assert {spec.stage for spec in specs} == {"prepare", "carry", "combine", "scan"}
+    monkeypatch.setenv("QLA_CACHE_DIR", str(tmp_path))
+    case = select(cases, op="GDNFwd", name="decode-b[1]")[0]
+    with Process(Setup("qla", "cpu", 2)) as process:
+        assert process.ask({"warm": [asdict(case)]}, 60)["kernels"] == 2
+        row = process.ask({"measure": [{"case": asdict(case), "check": "", "errors": None}]}, 60)["rows"][0]
+    assert row["accurate"]
+    assert row["first_call_s"] < 0.1, "the first call had something left to compile"
 
 
 def test_other_code_or_device_is_another_row() -> None:

@@ -48,7 +48,7 @@ def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = {"schedule": "none", "rings": [1], "unroll": 1, "streams": 1}
     monkeypatch.setattr("qla.bench.sweep.tunings", lambda target: [*tunings(target), bad])
     path = tmp_path / "sweep.json"
-    arguments = ["sweep", "--device", "cpu", "--seed", "001", "--op", "GDNFwd", "--name", "decode-b[1]"]
+    arguments = ["sweep", "--tunings", "--device", "cpu", "--seed", "001", "--op", "GDNFwd", "--name", "decode-b[1]"]
     arguments += ["--dtype", "bf16", "--reps", "3", "-o", str(path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0
