@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Value = npt.NDArray[np.int64] | npt.NDArray[np.bool_]
 State = dict[str, Value]
 
-_MOST = 1024  # a loop that runs longer is taken for unknown
+_MOST = 300  # a loop that runs longer is taken for unknown
 _WORD = 0xFFFFFFFF
 
 
@@ -231,7 +231,8 @@ class _Amd(_Machine):
             found += _registers(operands[1])
         if "saveexec" in name:
             found.append("exec")
-        return [*found, "scc"] if name.startswith("s_") else found
+        quiet = ("s_mov", "s_cselect", "s_mul", "s_load")  # leave the condition as it is
+        return found if name.startswith("v_") or name.startswith(quiet) else [*found, "scc"]
 
     def result(self, state: State, instruction: Instruction) -> dict[str, Value]:
         name, operands = instruction.name, _operands(instruction.operands)
@@ -335,9 +336,10 @@ class _Sass(_Machine):
             return []
         found = [x for x in operands[:1] if re.fullmatch(r"U?[RP]\d+", x)]
         found += [x for x in operands[1:2] if re.fullmatch(r"U?P\d+", x)]
-        if found and "R" in found[0] and any(x in name for x in ("64", "128", "MMA", "WIDE", "LDSM", "CS2R")):
-            number, kind = int(operands[0].lstrip("UR")), operands[0].rstrip("0123456789")
-            found += [f"{kind}{number + n}" for n in range(1, 4)]
+        if found and "R" in found[0]:
+            number, kind = int(found[0].lstrip("UR")), found[0].rstrip("0123456789")
+            width = 4 if any(x in name for x in ("128", "MMA", "LDSM")) else 2 if "64" in name or "WIDE" in name else 1
+            found += [f"{kind}{number + n}" for n in range(1, width)]
         return found
 
     def result(self, state: State, instruction: Instruction) -> dict[str, Value]:
