@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +23,31 @@ State = dict[str, Value]
 
 _MOST = 300  # a loop that runs longer is taken for unknown
 _WORD = 0xFFFFFFFF
+_WAVE = 64
+_ARGUMENTS = 1 << 40  # stands for their address
+_CUDA_ARGUMENTS = 0x210  # where they begin in the constant bank
 
 
-def loop_passes(code: Code) -> dict[int, int]:
-    """By their headers, the loops that always run equally often; most of all threads, where these differ."""
+@dataclass(frozen=True)
+class Flow:
+    """What is known of the ways through a kernel.
+
+    Parameters
+    ----------
+    passes : by the header, of loops that always run equally often; most of all threads, where these differ.
+    dead : pairs of a block and one after it, where no thread goes.
+    """
+
+    passes: dict[int, int]
+    dead: frozenset[tuple[int, int]]
+
+
+def flow_of(code: Code) -> Flow:
+    """Run what decides ways, with the arguments that are given."""
     machine = _Amd if code.language == "hip" else _Sass
-    return _Run(code, machine(code.threads, code.bound)).passes()
+    run = _Run(code, machine(code))
+    passes = run.passes()
+    return Flow(passes, frozenset(run.dead))
 
 
 class _Run:
@@ -35,6 +55,7 @@ class _Run:
 
     def __init__(self, code: Code, machine: _Machine) -> None:
         self.code, self.machine = code, machine
+        self.dead: set[tuple[int, int]] = set()
         self.place = {block: n for n, block in enumerate(code.order)}
         self.inside = {loop.header: loop for loop in code.natural_loops}
         self.written = {
@@ -46,7 +67,8 @@ class _Run:
 
     def passes(self) -> dict[int, int]:
         once: dict[int, State] = {}
-        self._walk(self.code.order, 0, self.machine.start(), once)
+        self._walk(self.code.order, 0, self.machine.start(), once, prune=True)
+        self.machine.guesses = True
         entries = {header: [state] for header, state in once.items()}
         found = {}
         for loop in reversed(self.code.natural_loops):  # outer ones first: inner ones may depend on their pass
@@ -60,9 +82,9 @@ class _Run:
         return found
 
     def _walk(
-        self, blocks: Iterable[int], entry: int, start: State, entries: dict[int, State] | None = None
+        self, blocks: Iterable[int], entry: int, start: State, entries: dict[int, State], prune: bool = False
     ) -> dict[int, State]:
-        """States at the end of these blocks, in order; `entries` gets those before each loop."""
+        """States at the end of these blocks, in order; `entries` gets those before each loop, `dead` ways not taken."""
         states: dict[int, State] = {entry: dict(start)}
         ends: dict[int, State] = {}
         for block in blocks:
@@ -70,16 +92,17 @@ class _Run:
             if state is None:
                 continue
             if block in self.inside:
-                if entries is not None:
-                    entries[block] = dict(state)
+                entries[block] = dict(state)
                 if block != entry:
                     for name in self.written[block]:
                         state.pop(name, None)
             for instruction in self.code.block(block):
                 self.machine.step(state, instruction)
             ends[block] = state
+            if prune:
+                self.dead |= {(block, follower) for follower in self._not_taken(block, state)}
             for follower in self.code.followers[block]:
-                if self.place[follower] > self.place[block]:
+                if self.place[follower] > self.place[block] and (block, follower) not in self.dead:
                     before = states.get(follower)
                     states[follower] = dict(state) if before is None else _agreed(before, state)
         return ends
@@ -96,11 +119,14 @@ class _Run:
                     entries.setdefault(header, []).append(entry)
             following: State | None = None
             for block in inner:
-                followers = self.code.followers[block]
+                if block not in ends:
+                    continue
+                followers = [f for f in self.code.followers[block] if (block, f) not in self.dead]
                 out = [f for f in followers if f not in loop.blocks]
-                if out and self._leaves(block, out, ends[block]) is None:
+                leaves = self._leaves(block, out, ends[block]) if out else False
+                if leaves is None:
                     return None
-                if out and self._leaves(block, out, ends[block]):
+                if leaves:
                     return count
                 if loop.header in followers:
                     following = ends[block] if following is None else _agreed(following, ends[block])
@@ -117,11 +143,20 @@ class _Run:
     def _leaves(self, block: int, out: list[int], state: State) -> bool | None:
         """Whether the loop ends after this block, which has a way out of it."""
         last = self.code.block(block)[-1]
-        if len(out) == len(self.code.followers[block]):
+        if all(f in out or (block, f) in self.dead for f in self.code.followers[block]):
             return True
         taken = self.machine.taken(state, last)
         to = self.code.block_of(last.target)
         return None if taken is None else taken == (to in out)
+
+
+    def _not_taken(self, block: int, state: State) -> list[int]:
+        """Of two blocks after this one, the one to which no thread goes, where that is known."""
+        followers, last = self.code.followers[block], self.code.block(block)[-1]
+        if len(followers) < 2 or (taken := self.machine.all_take(state, last)) is None:
+            return []
+        to = self.code.block_of(last.target)
+        return [f for f in followers if (f == to) != taken]
 
 
 def _agreed(a: State, b: State) -> State:
@@ -136,12 +171,13 @@ def _agreed(a: State, b: State) -> State:
 class _Machine:
     """What instructions do to a state. Whatever is not listed makes what it writes unknown."""
 
-    def __init__(self, threads: int, bound: int | None) -> None:
-        self.threads, self.bound = threads, bound
+    def __init__(self, code: Code) -> None:
+        self.threads, self.arguments, self.bound = code.threads, code.arguments, code.bound
+        self.guesses = False  # whether `bound` is taken for what is not known
 
     def compared(self, kind: str, a: Value | None, b: Value | None) -> Value | None:
         """Of two numbers one of which may be unknown: see `Code.bound`."""
-        if self.bound is not None and (a is None) != (b is None):
+        if self.guesses and self.bound is not None and (a is None) != (b is None):
             a, b = (self.all(self.bound) if x is None else x for x in (a, b))
         return None if a is None or b is None else _COMPARE[kind](a, b)
 
@@ -158,6 +194,10 @@ class _Machine:
 
     def taken(self, state: State, branch: Instruction) -> bool | None:
         """Whether a branch is, by any thread; None where that is not known."""
+        raise NotImplementedError
+
+    def all_take(self, state: State, branch: Instruction) -> bool | None:
+        """The same, where all waves do alike; None where not."""
         raise NotImplementedError
 
     def step(self, state: State, instruction: Instruction) -> None:
@@ -216,7 +256,7 @@ class _Amd(_Machine):
     _STORES = ("ds_write", "global_store", "buffer_store", "flat_store", "s_barrier", "s_waitcnt", "s_nop", "s_branch")
 
     def start(self) -> State:
-        return {"v0": np.arange(self.threads), "exec": self.all(True)}
+        return {"v0": np.arange(self.threads), "exec": self.all(True), "s0": self.all(_ARGUMENTS)}
 
     def writes(self, instruction: Instruction) -> list[str]:
         name, operands = instruction.name, _operands(instruction.operands)
@@ -236,6 +276,11 @@ class _Amd(_Machine):
 
     def result(self, state: State, instruction: Instruction) -> dict[str, Value]:
         name, operands = instruction.name, _operands(instruction.operands)
+        if match := re.fullmatch(r"s_load_dword(?:x(\d+))?", name):
+            return self._loaded(state, operands, int(match[1] or 1))
+        if match := re.fullmatch(r"s_bitcmp([01])_b32", name):
+            a, b = (self._number(state, x) for x in operands)
+            return {} if a is None or b is None else {"scc": (a >> b & 1) == int(match[1])}
         if match := re.fullmatch(r"s_cmpk?_(\w\w)_[iu]32", name):
             value = self.compared(match[1], *(self._number(state, x) for x in operands))
             return {} if value is None else {"scc": value}
@@ -244,7 +289,8 @@ class _Amd(_Machine):
             return {} if value is None else {_registers(operands[0])[0]: value}
         if name == "s_and_saveexec_b64":
             mask, before = self._mask(state, operands[1]), self._active(state)
-            return {_registers(operands[0])[0]: before, "exec": before if mask is None else before & mask}
+            saved = {_registers(operands[0])[0]: before}
+            return saved if mask is None else {**saved, "exec": before & mask}
         if name == "s_cselect_b64":
             scc, a, b = state.get("scc"), self._mask(state, operands[1]), self._mask(state, operands[2])
             unknown = scc is None or a is None or b is None
@@ -256,17 +302,18 @@ class _Amd(_Machine):
             return {} if unknown else {operands[0]: np.where(mask, b, a)}  # type: ignore[arg-type]
         if name == "v_readfirstlane_b32":
             value = self._number(state, operands[1])
-            return {} if value is None else {operands[0]: value.reshape(-1, 64)[:, :1].repeat(64, axis=1).ravel()}
+            return {} if value is None else {operands[0]: value.reshape(-1, _WAVE)[:, :1].repeat(_WAVE, axis=1).ravel()}
         match = self._NAME.match(name)
         if match is None or not operands:
             return {}
         unit, what, carry, _, bits = match.groups()
         to, given = operands[0], operands[1:]
         if unit == "s" and bits == "64":
-            masks = [self._mask(state, x) for x in given]
+            # A loop takes threads out of all those that may run.
+            leaves = to == "exec" and what == "andn2"
+            masks = [self._active(state) if leaves and x == "exec" else self._mask(state, x) for x in given]
             if what not in _MASK or any(x is None for x in masks):
-                # Threads come back, some or all; those that a loop takes out are none of these.
-                return {"exec": self.all(True)} if to == "exec" and what != "andn2" else {}
+                return {"exec": self.all(True)} if to == "exec" and not leaves else {}  # threads come back
             return {_registers(to)[0]: _MASK[what](*masks)}
         if bits != "32" or (unit == "s" and what == "bfe"):
             return {}
@@ -284,13 +331,28 @@ class _Amd(_Machine):
 
     def taken(self, state: State, branch: Instruction) -> bool | None:
         kind = branch.name.removeprefix("s_cbranch_")
-        condition = state.get(kind.rstrip("nz01")) if kind != "scc0" and kind != "scc1" else state.get("scc")
+        condition = state.get(kind.rstrip("nz01"))
         if condition is None:
             return None
         return bool(condition.any()) == kind.endswith(("nz", "1"))
 
+    def all_take(self, state: State, branch: Instruction) -> bool | None:
+        condition = state.get(branch.name.removeprefix("s_cbranch_").rstrip("nz01"))
+        if condition is None:
+            return None
+        any_of_wave = condition.reshape(-1, _WAVE).any(axis=1)
+        return None if any_of_wave.any() != any_of_wave.all() else self.taken(state, branch)
+
+    def _loaded(self, state: State, operands: list[str], words: int) -> dict[str, Value]:
+        address, offset = state.get(_registers(operands[1])[0]), self._number(state, operands[2])
+        if address is None or address[0] != _ARGUMENTS or offset is None:
+            return {}
+        names = _registers(operands[0])
+        given = {name: self.arguments.get(int(offset[0]) + 4 * n) for n, name in enumerate(names[:words])}
+        return {name: self.all(value) for name, value in given.items() if value is not None}
+
     def _active(self, state: State) -> Value:
-        """The threads that run; all, where that is not known."""
+        """The threads that may run: all, where that is not known."""
         return state.get("exec", self.all(True))
 
     def _number(self, state: State, text: str) -> Value | None:
@@ -302,8 +364,6 @@ class _Amd(_Machine):
     def _mask(self, state: State, text: str) -> Value | None:
         if text in ("0", "-1"):
             return self.all(text == "-1")
-        if text == "exec":
-            return self._active(state)
         value = state.get(_registers(text)[0])
         return value if value is not None and value.dtype == bool else None
 
@@ -351,6 +411,11 @@ class _Sass(_Machine):
         if (match := self._COMPARISON.match(name)) and operands[-1].endswith("PT"):
             value = self.compared(match[1].lower(), *(self._number(state, x) for x in operands[2:4]))
             return {} if value is None else {operands[0]: value}
+        if name in ("LDC.64", "ULDC.64"):
+            return self._loaded(state, operands)
+        if name == "LOP3.LUT" and operands[0].startswith("P") and operands[5:] == ["0xc0", "!PT"]:
+            a, b = (self._number(state, x) for x in operands[2:4])
+            return {} if a is None or b is None else {operands[0]: (a & b) != 0}
         if name == "PLOP3.LUT" and operands[2:4] == ["PT", "PT"] and operands[5] == "0x80":
             value = state.get(operands[4])
             return {} if value is None else {operands[0]: value}
@@ -359,8 +424,8 @@ class _Sass(_Machine):
         if any(x is None for x in numbers):
             return {}
         known = [x for x in numbers if x is not None]
-        if name in ("MOV", "UMOV", "IMAD.MOV.U32"):
-            return {operands[0]: known[-1]}
+        if name in ("MOV", "UMOV", "IMAD.MOV.U32", "LDC", "ULDC", "LDC.U8", "ULDC.U8"):
+            return {operands[0]: known[-1] & 0xFF if name.endswith("U8") else known[-1]}
         if name in ("IADD3", "UIADD3", "VIADD", "IMAD.IADD"):
             factor = known[1:2] if name == "IMAD.IADD" else []
             return {operands[0]: sum(known, self.all(0)) - sum(factor, self.all(0))}
@@ -377,8 +442,27 @@ class _Sass(_Machine):
             return None
         return bool((~condition if text.startswith("!") else condition).any())
 
+    def all_take(self, state: State, branch: Instruction) -> bool | None:
+        text = branch.predicate.removeprefix("@") or branch.operands.split(",")[0].strip()
+        condition = state.get(text.removeprefix("!"))
+        if condition is None or condition.any() != condition.all():
+            return None
+        return bool(condition.all()) != text.startswith("!")
+
+    def _loaded(self, state: State, operands: list[str]) -> dict[str, Value]:
+        """Two words of the constant bank."""
+        place = re.fullmatch(r"c\[0x0\]\[0x([0-9a-f]+)\]", operands[1])
+        if place is None:
+            return {}
+        first, kind = int(operands[0].lstrip("UR")), operands[0].rstrip("0123456789")
+        words = ((n, self._number(state, f"c[0x0][{int(place[1], 16) + 4 * n:#x}]")) for n in range(2))
+        return {f"{kind}{first + n}": word for n, word in words if word is not None}
+
     def _number(self, state: State, text: str) -> Value | None:
         if re.fullmatch(r"-?0x[0-9a-f]+|-?\d+", text):
             return self.all(int(text, 0))
+        if match := re.fullmatch(r"c\[0x0\]\[0x([0-9a-f]+)\]", text):
+            given = self.arguments.get(int(match[1], 16) - _CUDA_ARGUMENTS)
+            return None if given is None else self.all(given)
         value = state.get(text)
         return None if value is None or value.dtype == bool else value

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from qla.codegen.loop_passes import loop_passes
+from qla.codegen.loop_passes import Flow, flow_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ class Code:
     threads : of a workgroup.
     bound : taken for a number that a loop's is compared with and that is not known, such as the value heads that a
         workgroup of `prepare` works on; None where such loops are to stay open.
+    arguments : by their bytes' offset, words of the argument block whose values are given; ways that they rule out do
+        not count.
     """
 
     instructions: tuple[Instruction, ...]
@@ -96,6 +98,7 @@ class Code:
     language: str
     threads: int
     bound: int | None = None
+    arguments: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -201,8 +204,15 @@ class Code:
     @cached_property
     def loops(self) -> list[Loop]:
         """All of them, inner ones before those around them."""
-        passes = loop_passes(self)
-        return [replace(loop, passes=passes.get(loop.header)) for loop in self.natural_loops]
+        return [replace(loop, passes=self._flow.passes.get(loop.header)) for loop in self.natural_loops]
+
+    @cached_property
+    def _flow(self) -> Flow:
+        return flow_of(self)
+
+    def _after(self, block: int) -> list[int]:
+        """Blocks that come next, with the arguments that are given."""
+        return [f for f in self.followers[block] if (block, f) not in self._flow.dead]
 
     def named(self, loop: Loop, pattern: str) -> int:
         """How many instructions of a loop have a name that begins like this pattern."""
@@ -239,10 +249,10 @@ class Code:
             way = max(ways[block], key=lambda count: count.total)
             if block in whole:
                 way += self._runs(whole[block])
-                after = [f for b in whole[block].blocks for f in self.followers[b] if f not in whole[block].blocks]
+                after = [f for b in whole[block].blocks for f in self._after(b) if f not in whole[block].blocks]
             else:
                 way += Count(Counter(i.name for i in self.block(block)))
-                after = self.followers[block]
+                after = self._after(block)
             best[block] = way
             for follower in after:
                 node = owner.get(follower, follower)
@@ -262,7 +272,9 @@ _AMD = re.compile(r"\t([a-z]\w+)(?:[ \t]+([^;]*?))?\s*(?:;.*)?$")
 _AMD_NAMES = ("s_", "v_", "ds_", "global_", "buffer_", "flat_", "scratch_")
 
 
-def read_amd(text: str, threads: int, bound: int | None = None) -> Code:
+def read_amd(
+    text: str, threads: int, bound: int | None = None, arguments: Mapping[int, int] | None = None
+) -> Code:
     """Assembly as clang writes it; its comments are not looked at."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -273,7 +285,7 @@ def read_amd(text: str, threads: int, bound: int | None = None) -> Code:
             name, operands = match[1], match[2] or ""
             target = operands if name == "s_branch" or name.startswith("s_cbranch") else ""
             instructions.append(Instruction(name, operands, target, name in ("s_branch", "s_endpgm")))
-    return Code(tuple(instructions), labels, "hip", threads, bound)
+    return Code(tuple(instructions), labels, "hip", threads, bound, arguments or {})
 
 
 # ---- SASS
@@ -281,7 +293,9 @@ def read_amd(text: str, threads: int, bound: int | None = None) -> Code:
 _SASS = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*(?:\(\*.*\*\))?\s*;")
 
 
-def read_sass(text: str, threads: int, bound: int | None = None) -> Code:
+def read_sass(
+    text: str, threads: int, bound: int | None = None, arguments: Mapping[int, int] | None = None
+) -> Code:
     """The text of nvdisasm. Ways that only threads take which have parted from their warp are left out."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -295,4 +309,4 @@ def read_sass(text: str, threads: int, bound: int | None = None) -> Code:
             always = not predicate and not (to and to[1])
             ends = always and (name in ("EXIT", "BRA") or name.startswith("RET"))
             instructions.append(Instruction(name, operands, target, ends, predicate or ""))
-    return Code(tuple(instructions), labels, "cuda", threads, bound)
+    return Code(tuple(instructions), labels, "cuda", threads, bound, arguments or {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qla.codegen import resources
+from qla.codegen.abi import FLAGS
 from qla.codegen.instruction_costs import Kind, kinds
 from qla.codegen.machine_code import Code, Count, read_amd, read_sass
 from qla.codegen.model import Occupancy, occupancy
@@ -12,6 +13,7 @@ from qla.codegen.render import render, schedule_of
 from qla.codegen.resources import Resources
 from qla.codegen.spec import KernelSpec, Source
 from qla.errors import UnsupportedError
+from qla.runtime.arguments import Packer
 from qla.runtime.compilers import Binary, compiler_for
 from qla.runtime.compilers.zig import ZigHip
 from qla.targets import TARGETS
@@ -75,9 +77,9 @@ def look_at(source: Source, binary: Binary) -> Measured:
     threads = source.limits.threads
     bound = value_heads(spec) if spec.stage == "prepare" else None
     if target.language == "hip":
-        code = read_amd(ZigHip(target).assembly(source), threads, bound)
+        code = read_amd(ZigHip(target).assembly(source), threads, bound, _plain_call(source))
     else:
-        code = read_sass(resources.disassemble(binary.data, target), threads, bound)
+        code = read_sass(resources.disassemble(binary.data, target), threads, bound, _plain_call(source))
     found = resources.report(binary.data, binary.log, target)
     shared = max(source.limits.shared_bytes, found.shared_bytes)
     count, chunks = _of_a_pass(code, spec)
@@ -91,6 +93,14 @@ def look_at(source: Source, binary: Binary) -> Measured:
         count,
         chunks,
     )
+
+
+def _plain_call(source: Source) -> dict[int, int]:
+    """Arguments that decide ways, as most calls give them: no packed sequences, gates as they are, queries and keys
+    normalized, numbers in float32. By offset in the argument block."""
+    plain = {"has_cu_seqlens": 0, "flags": FLAGS["L2NORM"], "g_type": 0, "beta_type": 0}
+    offsets = Packer(source.abi, [f.name for f in source.abi if f.kind in ("ptr", "tensormap")]).offsets
+    return {offsets[name][1]: value for name, value in plain.items() if name in offsets}
 
 
 def _of_a_pass(code: Code, spec: KernelSpec) -> tuple[Count, int]:
