@@ -104,7 +104,19 @@ def _one(name: str, chip: Chip) -> Cycles:
 
 # ---- AMD
 
-_DS_BYTES = {"b8": 1, "u8": 1, "i8": 1, "b16": 2, "u16": 2, "i16": 2, "b32": 4, "f32": 4, "b64": 8, "b96": 12, "b128": 16}
+_DS_BYTES = {
+    "b8": 1,
+    "u8": 1,
+    "i8": 1,
+    "b16": 2,
+    "u16": 2,
+    "i16": 2,
+    "b32": 4,
+    "f32": 4,
+    "b64": 8,
+    "b96": 12,
+    "b128": 16,
+}
 _GLOBAL_BYTES = {
     "byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "sshort": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12,
     "dwordx4": 16,

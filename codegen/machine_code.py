@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from qla.codegen.loop_passes import Flow, flow_of
+from qla.codegen.flow import Flow, flow_of
+
+
+_RETRY = 4  # instructions of a loop that only waits
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,11 @@ class Code:
 
     def _runs(self, loop: Loop) -> Count:
         once = self.count(loop)
-        return once.times(loop.passes) if loop.passes is not None else once + Count(open_loops=1)
+        if loop.passes is not None:
+            return once.times(loop.passes)
+        # Hopper's way to wait for a barrier is to ask again.
+        waits = any("TRYWAIT" in name for name in once.instructions) and once.total <= _RETRY
+        return once if waits else once + Count(open_loops=1)
 
 
 # ---- AMD assembly
@@ -272,9 +279,7 @@ _AMD = re.compile(r"\t([a-z]\w+)(?:[ \t]+([^;]*?))?\s*(?:;.*)?$")
 _AMD_NAMES = ("s_", "v_", "ds_", "global_", "buffer_", "flat_", "scratch_")
 
 
-def read_amd(
-    text: str, threads: int, bound: int | None = None, arguments: Mapping[int, int] | None = None
-) -> Code:
+def read_amd(text: str, threads: int, bound: int | None = None, arguments: Mapping[int, int] | None = None) -> Code:
     """Assembly as clang writes it; its comments are not looked at."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -293,9 +298,7 @@ def read_amd(
 _SASS = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*(?:\(\*.*\*\))?\s*;")
 
 
-def read_sass(
-    text: str, threads: int, bound: int | None = None, arguments: Mapping[int, int] | None = None
-) -> Code:
+def read_sass(text: str, threads: int, bound: int | None = None, arguments: Mapping[int, int] | None = None) -> Code:
     """The text of nvdisasm. Ways that only threads take which have parted from their warp are left out."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}

@@ -9,8 +9,8 @@ For one chunk of one workgroup (all of it in `prepare`) the cycles of each part 
     memory           bytes of tensors and workspace, over the share of the bandwidth of each processor that has work
 
 The largest is the *floor*, and names the *bound*: so long it takes if all else happens beside it. A wave alone on its
-scheduler waits for each result instead: it takes the *sum* of matrix, of issue or vector (whichever is more) and of shared.
-With w waves on a scheduler, what exceeds the floor is taken to be hidden but for 1/w:
+scheduler waits for each result instead: it takes the *sum* of matrix, of issue or vector (whichever is more) and of
+shared. With w waves on a scheduler, what exceeds the floor is taken to be hidden but for 1/w:
 
     time = max(floor + (sum - floor) / w, memory)
 

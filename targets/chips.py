@@ -9,7 +9,7 @@ Nothing here is measured. The sources, by what they are cited as below:
 - [CDNA 4 ISA]: the same of the MI350, and AMD's "Matrix Core Programming on AMD CDNA 3 and CDNA 4 Architecture" (ROCm
   blogs), table of instructions and cycles: the products of twice the k take as long as those of CDNA 3.
 - [CDNA 3], [CDNA 4]: AMD's white papers of the architectures: four SIMDs of 16 lanes, 512 registers per lane, LDS of
-  64 KiB and 128 bytes per clock; LDS of 160 KiB with reads of twice that, and twice the rate of transcendental functions.
+  64 KiB and 128 bytes per clock; LDS of 160 KiB with reads at twice that, transcendental functions at twice the rate.
 - [LLVM]: AMDGPU backend, `AMDGPUBaseInfo.cpp`: granules of registers and LDS, waves per SIMD.
 - [CUDA]: CUDA C++ Programming Guide: table "Throughput of Native Arithmetic Instructions" (8.x, compute capability 9.0)
   and "Technical Specifications per Compute Capability".
@@ -160,19 +160,16 @@ H200 = Chip(
     shared_write=128,
     shared_lanes=32,
     l1_bytes=64,
-    # wgmma of 64 rows and k = 16, per row of the other operand: 64 * 16 * 2 / 4096 on the four together. mma of 16 bits and
-    # tf32 at the same and half the rate.
+    # mma.sync: 16 bits at the rate of wgmma (of which codegen/instruction_costs.py has the rule), tf32 at half of it.
     matrix={"HMMA.16816": 4, "HMMA.1688.F32.TF32": 4, "HMMA.1688": 2, "HMMA.1684.F32.TF32": 2},
-    # Per clock of a multiprocessor: 16 special functions and conversions of one number, 64 integer and logical operations,
-    # comparisons, minima and packed conversions, 32 shuffles; all else at 128.
+    # [CUDA], results per clock of a multiprocessor: 16 special functions and conversions of one number; 64 integer and
+    # logical operations, comparisons, minima and packed conversions; 32 shuffles; all else counts as 128.
     slow={
         **dict.fromkeys(("MUFU", "F2F", "I2F", "F2I", "POPC", "FLO", "BREV"), 8),
         "SHFL": 4,
-        **dict.fromkeys(
-            ("IADD", "IMAD", "IMNMX", "ISETP", "LOP", "PLOP", "SHF", "LEA", "SEL", "FSEL", "FSETP", "FMNMX", "PRMT", "VIADD"),
-            2,
-        ),
-        **dict.fromkeys(("VIMNMX", "MOV", "F2FP", "I2FP", "BMSK", "SGXT", "P2R", "R2P", "IABS", "LOP3", "CS2R"), 2),
+        **dict.fromkeys(("IADD", "VIADD", "IMAD", "LEA", "IABS", "IMNMX", "VIMNMX", "ISETP", "FSETP", "FMNMX"), 2),
+        **dict.fromkeys(("LOP", "PLOP", "SHF", "PRMT", "SEL", "FSEL", "MOV", "CS2R", "P2R", "R2P", "BMSK", "SGXT"), 2),
+        **dict.fromkeys(("F2FP", "I2FP"), 2),
     },
     vector_cycles=1,
 )
