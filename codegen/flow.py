@@ -53,7 +53,7 @@ class _Run:
         self.place = {block: n for n, block in enumerate(code.order)}
         self.inside = {loop.header: loop for loop in code.natural_loops}
         self.written = {
-            loop.header: {name for block in loop.blocks for i in code.block(block) for name in machine.writes(i)}
+            loop.header: {name for block in loop.blocks for i in code.block(block) for name in machine.written(i)}
             for loop in code.natural_loops
         }
 

@@ -14,7 +14,6 @@ from functools import cached_property
 
 from qla.codegen.flow import Flow, flow_of
 
-
 _RETRY = 4  # instructions of a loop that only waits
 
 

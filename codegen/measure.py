@@ -29,7 +29,7 @@ class Measured:
     Parameters
     ----------
     spec, source : of the kernel.
-    compiler : name and version.
+    binary : as compiled.
     resources : registers and memory.
     shared_bytes : of a workgroup, asked for at launch or built in.
     occupancy : on the target's chip.
@@ -39,12 +39,17 @@ class Measured:
 
     spec: KernelSpec
     source: Source
-    compiler: str
+    binary: Binary
     resources: Resources
     shared_bytes: int
     occupancy: Occupancy
     count: Count
     chunks: int
+
+    @property
+    def compiler(self) -> str:
+        """Name and version."""
+        return f"{self.binary.compiler.name} {self.binary.compiler.version}"
 
     @property
     def kinds(self) -> dict[Kind, int]:
@@ -65,34 +70,21 @@ def measure(spec: KernelSpec) -> Measured:
     """
     if spec.target not in CHIPS:
         raise UnsupportedError("target", spec.target, ", ".join(CHIPS))
-    target, source = TARGETS[spec.target], render(spec)
-    compiler = ZigHip(target) if target.language == "hip" else compiler_for(target)
-    return look_at(source, compiler.compile(source))
-
-
-def look_at(source: Source, binary: Binary) -> Measured:
-    """Of a kernel that is compiled already, if for AMD by `ZigHip`."""
-    spec = source.spec
-    target, chip = TARGETS[spec.target], CHIPS[spec.target]
+    target, chip, source = TARGETS[spec.target], CHIPS[spec.target], render(spec)
+    if target.language == "hip":
+        binary, text = ZigHip(target).compile_with_assembly(source)
+    else:
+        binary = compiler_for(target).compile(source)
+        text = resources.disassemble(binary.data, target)
     threads = source.limits.threads
     bound = value_heads(spec) if spec.stage == "prepare" else None
-    if target.language == "hip":
-        code = read_amd(ZigHip(target).assembly(source), threads, bound, _plain_call(source))
-    else:
-        code = read_sass(resources.disassemble(binary.data, target), threads, bound, _plain_call(source))
+    read = read_amd if target.language == "hip" else read_sass
+    count, chunks = _of_a_pass(read(text, threads, bound, _plain_call(source)), spec)
     found = resources.report(binary.data, binary.log, target)
+    # CUDA's is asked for at launch and so not in the binary; AMD's is in both.
     shared = max(source.limits.shared_bytes, found.shared_bytes)
-    count, chunks = _of_a_pass(code, spec)
-    return Measured(
-        spec,
-        source,
-        f"{binary.compiler.name} {binary.compiler.version}",
-        found,
-        shared,
-        occupancy(chip, threads, found.registers, shared),
-        count,
-        chunks,
-    )
+    fits = occupancy(chip, threads, found.registers, shared)
+    return Measured(spec, source, binary, found, shared, fits, count, chunks)
 
 
 def _plain_call(source: Source) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,7 @@ class Machine:
     def __init__(self, code: Code) -> None:
         self.threads, self.arguments, self.bound = code.threads, code.arguments, code.bound
         self.guesses = False  # whether `bound` is taken for what is not known
+        self._written: dict[Instruction, tuple[str, ...]] = {}
 
     def compared(self, kind: str, a: Value | None, b: Value | None) -> Value | None:
         """Of two numbers one of which may be unknown: see `Code.bound`."""
@@ -59,15 +61,23 @@ class Machine:
     def step(self, state: State, instruction: Instruction) -> None:
         """Run one instruction."""
         known = self.result(state, instruction)
-        for name in self.writes(instruction):
+        for name in self.written(instruction):
             state.pop(name, None)
         state.update(known)
+
+    def written(self, instruction: Instruction) -> tuple[str, ...]:
+        """What `writes` says, remembered: loops run the same instructions again and again."""
+        found = self._written.get(instruction)
+        if found is None:
+            found = self._written[instruction] = tuple(self.writes(instruction))
+        return found
 
     def all(self, number: int | bool) -> Value:
         """The same for all threads."""
         return np.full(self.threads, number)
 
 
-def operands_of(text: str) -> list[str]:
+@lru_cache(1 << 14)
+def operands_of(text: str) -> tuple[str, ...]:
     """The parts of what stands after an instruction's name."""
-    return [x.strip() for x in re.split(r",(?![^\[]*\])", text) if x.strip()]
+    return tuple(x.strip() for x in re.split(r",(?![^\[]*\])", text) if x.strip())

@@ -78,6 +78,8 @@ class Amd(Machine):
 
     def result(self, state: State, instruction: Instruction) -> dict[str, Value]:
         name, operands = instruction.name, operands_of(instruction.operands)
+        if not name.startswith(("s_", "v_")) or name.startswith("v_mfma") or "_f32" in name:
+            return {}
         if match := re.fullmatch(r"s_load_dword(?:x(\d+))?", name):
             return self._loaded(state, operands, int(match[1] or 1))
         if match := re.fullmatch(r"s_bitcmp([01])_b32", name):
@@ -111,7 +113,7 @@ class Amd(Machine):
         if match is None or not operands:
             return {}
         unit, what, carry, _, bits = match.groups()
-        to, given = operands[0], operands[1:]
+        to, given = operands[0], list(operands[1:])
         if unit == "s" and bits == "64":
             # A loop takes threads out of all those that may run.
             leaves = to == "exec" and what == "andn2"
@@ -148,7 +150,7 @@ class Amd(Machine):
         """What ``s_cbranch_scc0``, ``…_vccnz`` and the like look at."""
         return state.get(branch.name.removeprefix("s_cbranch_").rstrip("nz01"))
 
-    def _loaded(self, state: State, operands: list[str], words: int) -> dict[str, Value]:
+    def _loaded(self, state: State, operands: tuple[str, ...], words: int) -> dict[str, Value]:
         address, offset = state.get(_registers(operands[1])[0]), self._number(state, operands[2])
         if address is None or address[0] != _ARGUMENTS or offset is None:
             return {}

@@ -18,6 +18,7 @@ _ARGUMENTS = 0x210  # where they begin in the constant bank
 class Sass(Machine):
     """Predicated instructions but branches make what they write unknown."""
 
+    _KNOWN = re.compile(r"S2R|U?ISETP|U?LDC|P?LOP3|U?MOV|U?IADD3|VIADD|IMAD\.(MOV|IADD)|SHF\.R\.U32")
     _COMPARISON = re.compile(r"U?ISETP\.(LT|LE|GT|GE|EQ|NE)(?:\.U32)?\.AND")
 
     def start(self) -> State:
@@ -37,9 +38,10 @@ class Sass(Machine):
         return found
 
     def result(self, state: State, instruction: Instruction) -> dict[str, Value]:
-        name, operands = instruction.name, [x.removesuffix(".reuse") for x in operands_of(instruction.operands)]
-        if instruction.predicate or not operands:
+        name = instruction.name
+        if instruction.predicate or not self._KNOWN.match(name):
             return {}
+        operands = [x.removesuffix(".reuse") for x in operands_of(instruction.operands)]
         if name == "S2R" and operands[1] == "SR_TID.X":
             return {operands[0]: np.arange(self.threads)}
         if (match := self._COMPARISON.match(name)) and operands[-1].endswith("PT"):
