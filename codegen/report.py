@@ -150,23 +150,22 @@ class Report:
 
     def checks(self) -> list[Check]:
         """What was measured on this chip, per (chunk, 64 columns) of `scan` and (chunk, value head) of `prepare`."""
-        target, features = TARGETS[self.chip.target], self.choice.scan.features
-        if target.costs is None:
+        costs, features = TARGETS[self.chip.target].costs, self.choice.scan.features
+        if costs is None or (self.shape.dk, self.shape.dv) != (128, 128):
             return []
         prepare, scan = self.kernels
-        found = [
-            Check("scan, a workgroup alone on the chip", scan.time_with(1, 1).us, target.costs.scan_chunk_us),
-            Check(
-                "scan, one on each multiprocessor",
-                scan.time_with(1, self.chip.processors).us,
-                target.costs.scan_full_chunk_us,
-            ),
-        ]
         heads = value_heads(prepare.measured.spec)
-        known = target.costs.prepare_us.get((features.delta, features.gate), {})
-        if heads in known and self.shape.dk == 128:
+        known = costs.prepare_us.get((features.delta, features.gate), {})
+        found = []
+        if features.delta and features.gate == "head":  # the chain that was measured
+            alone = scan.time_with(1, 1).us
+            found.append(Check("scan, a workgroup alone on the chip", alone, costs.scan_chunk_us))
+            full = scan.time_with(1, self.chip.processors).us
+            found.append(Check("scan, one on each multiprocessor", full, costs.scan_full_chunk_us))
+        if heads in known:
             time = prepare.time_with(prepare.measured.occupancy.workgroups, self.chip.processors)
-            found.append(Check(f"prepare, {heads} value heads of a group", time.us / heads, known[heads]))
+            what = f"prepare, {heads} value heads of a group" if heads > 1 else "prepare"
+            found.append(Check(what, time.us / heads, known[heads]))
         return found
 
     def as_json(self) -> dict[str, Any]:
