@@ -14,7 +14,7 @@ shared. With w waves on a scheduler, what exceeds the floor is taken to be hidde
 
     time = max(floor + (sum - floor) / w, memory)
 
-Not in it: bank conflicts, latencies of memory, barriers, the caches, clocks below the peak, and launches.
+All waves are taken to go the longest way. Not in it: bank conflicts, latencies of memory, barriers, the caches, clocks below the peak, and launches.
 """
 
 from __future__ import annotations
