@@ -14,7 +14,8 @@ shared. With w waves on a scheduler, what exceeds the floor is taken to be hidde
 
     time = max(floor + (sum - floor) / w, memory)
 
-All waves are taken to go the longest way. Not in it: bank conflicts, latencies of memory, barriers, the caches, clocks below the peak, and launches.
+All waves are taken to go the longest way. Not in it: bank conflicts, latencies of memory, barriers, the caches, clocks
+below the peak, and launches.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from qla.codegen.instruction_costs import Cycles
 from qla.targets.chips import Chip
 
-_ROLE_THREADS = 128
+_WARPGROUP = 128
 
 
 @dataclass(frozen=True)
@@ -117,5 +118,5 @@ def time_of(cycles: Cycles, chip: Chip, waves: int, workgroups: int, moved: floa
 def working_waves(chip: Chip, threads: int, stage: str) -> int:
     """Waves of a workgroup that do what is counted: on Hopper, `scan` has two warps more, which load and store."""
     if chip.lanes == 32 and stage in ("scan", "carry"):
-        return threads // _ROLE_THREADS * _ROLE_THREADS // chip.lanes
+        return threads // _WARPGROUP * _WARPGROUP // chip.lanes
     return threads // chip.lanes
