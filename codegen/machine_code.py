@@ -14,7 +14,7 @@ from functools import cached_property
 
 from qla.codegen.flow import Flow, flow_of
 
-_RETRY = 4  # instructions of a loop that only waits
+_RETRY = 12  # instructions, at most, of a loop that is there for retries
 
 
 @dataclass(frozen=True)
@@ -267,9 +267,9 @@ class Code:
         once = self.count(loop)
         if loop.passes is not None:
             return once.times(loop.passes)
-        # Hopper's way to wait for a barrier is to ask again.
-        waits = any("TRYWAIT" in name for name in once.instructions) and once.total <= _RETRY
-        return once if waits else once + Count(open_loops=1)
+        # Hopper asks again where a barrier is not there yet, and repeats what takes uniform registers where they differ.
+        again = any("TRYWAIT" in name or name == "BRA.U.ANY" for name in once.instructions) and once.total <= _RETRY
+        return once if again else once + Count(open_loops=1)
 
 
 # ---- AMD assembly
