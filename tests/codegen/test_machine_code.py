@@ -184,7 +184,7 @@ def test_a_number_that_is_not_known_may_be_given() -> None:
 
 
 def test_sass_loops() -> None:
-    """By thread, by a uniform register through a predicate, and one that waits for a barrier."""
+    """By thread, by a uniform register through a predicate, one that waits for a barrier, and one that repeats."""
     code = sass(
         """
         S2R R1, SR_TID.X
@@ -204,11 +204,14 @@ def test_sass_loops() -> None:
         .L_x_3:
         SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR7], R2
         @!P0 BRA `(.L_x_3)
+        .L_x_4:
+        UBLKCP.G.S [UR10], [UR9], UR8
+        @P1 BRA.U.ANY `(.L_x_4)
         EXIT
         BRA `(.L_x_3)
         """
     )
-    assert passes(code) == [2, 3, None]
+    assert passes(code) == [2, 3, None, None]
     count = code.count()
     assert count.instructions["HGMMA.64x128x16.F32.BF16"] == 3
     assert (count.instructions["STS"], count.open_loops) == (2, 0)
