@@ -267,7 +267,7 @@ class Code:
         once = self.count(loop)
         if loop.passes is not None:
             return once.times(loop.passes)
-        # Hopper asks again for a barrier that is not there yet, and repeats instructions whose uniform registers differ.
+        # Hopper asks again for a barrier that is not there yet, and goes round for uniform registers that differ.
         again = any("TRYWAIT" in name or name == "BRA.U.ANY" for name in once.instructions) and once.total <= _RETRY
         return once if again else once + Count(open_loops=1)
 
