@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from typer.core import TyperGroup
 
+from qla.codegen.cli_report import lock, report
+from qla.codegen.console import error_console, progress, wide_console
 from qla.codegen.ops import OPS
 from qla.codegen.spec import HEAD_DIMS, STAGES, Dtype, KernelSpec, Loads, Stage
 from qla.errors import QlaError, UnsupportedError
@@ -37,7 +39,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except (QlaError, OSError) as error:  # OSError: a folder that cannot be written
-            _progress_console().print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+            error_console().print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
             raise typer.Exit(2) from None
 
 
@@ -176,7 +178,7 @@ def explain(
     shape = CallShape(op, cast(Dtype, dtype), *sizes, cast(Loads, loads), saves)
     available = TARGETS[target].processors if processors is None else processors
     explanation = Explanation(plan_call(shape, target, available))
-    console = _wide_console()
+    console = wide_console()
     call, chains, reason = explanation.notes()
     console.print(f"{escape(call)}\n{escape(chains)}", highlight=False, soft_wrap=True)
     (first, *rest), *rows = explanation.table()
@@ -207,28 +209,28 @@ def demo(
     wanted = _parse_targets(targets)
     place, why_not = show.pick_device(device)
     length = tokens or show.TOKENS[place]
-    console = _wide_console()
+    console = wide_console()
     if why_not:
         console.print(f"runs on the CPU, not on the GPU: {escape(why_not)}", soft_wrap=True, highlight=False)
     builds, outcomes, specs = [], [], show.specs(wanted)
-    with _progress() as progress:
-        task = progress.add_task("compile", total=len(specs))
+    with progress() as bar:
+        task = bar.add_task("compile", total=len(specs))
         # One at a time: the times are shown.
         for build in build_all(specs):
             builds.append(build)
-            progress.update(task, advance=1, description=f"compile {build.spec.op} for {build.spec.target}")
+            bar.update(task, advance=1, description=f"compile {build.spec.op} for {build.spec.target}")
     console.print(show.build_table(builds))
     runnable = [op for op in OPS if show.public_function(op)]
     for op in OPS:
         if op not in runnable:
             console.print(f"{op} has no public function qla.chunk_{op}: compiled, not run")
-    with _progress() as progress:
+    with progress() as bar:
         for op in runnable:
-            task = progress.add_task(f"run {op}, then the float64 recurrence", total=length)
+            task = bar.add_task(f"run {op}, then the float64 recurrence", total=length)
             arguments = show.inputs(op, length, place)
 
-            def advance(n: int, task: Any = task, progress: Progress = progress) -> None:
-                progress.advance(task, n)
+            def advance(n: int, task: Any = task, bar: Progress = bar) -> None:
+                bar.advance(task, n)
 
             outcomes.append(show.run_op(op, arguments, place, advance))
     console.print(show.outcome_table(outcomes, place, length))
@@ -264,16 +266,16 @@ def compile_(
         table.add_column(column, justify="right")
     everything: list[Build] = []
     began = time.perf_counter()
-    with _progress() as progress:
-        task = progress.add_task("compile", total=sum(map(len, specs.values())))
+    with progress() as bar:
+        task = bar.add_task("compile", total=sum(map(len, specs.values())))
         for name, kernels in specs.items():
             start, builds = time.perf_counter(), []
             for build in build_all(kernels, at_once):
                 builds.append(build)
-                progress.update(task, advance=1, description=f"compile for {name}")
+                bar.update(task, advance=1, description=f"compile for {name}")
             table.add_row(*_summary(name, builds, time.perf_counter() - start))
             everything += builds
-    console = _wide_console()
+    console = wide_console()
     console.print(table)
     _list_problems(console, everything)
     unfit = sum(bool(build.problems) for build in everything)
@@ -306,7 +308,7 @@ def doctor() -> None:
     """
     from qla.codegen.doctor import examine
 
-    console = _wide_console()
+    console = wide_console()
     table = Table()
     for column in ("part", "version", "for", "where, or how to get it"):
         table.add_column(column, overflow="fold")
@@ -325,7 +327,7 @@ def lines() -> None:
     """
     from qla.codegen.lines import KERNELS, file_lines, kernel_use
 
-    console = _wide_console()
+    console = wide_console()
     uses = {kernel: kernel_use(kernel) for kernel in KERNELS}
     console.print(_use_table(uses))
     console.print(_partial_table(uses))
@@ -384,17 +386,6 @@ def _list_problems(console: Console, builds: Sequence[Build]) -> None:
             console.print(f"[red]{build.spec.name} for {build.spec.target}:[/] {escape(problem)}", soft_wrap=True)
 
 
-def _wide_console() -> Console:
-    """Standard output; wide enough for the tables where it is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 140))
-
-
-def _progress_console() -> Console:
-    return Console(stderr=True)
-
-
-def _progress() -> Progress:
-    """On standard error, and gone when it is done."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=_progress_console(), transient=True)
+# After the others, so that `--help` lists them last.
+app.command()(report)
+app.command()(lock)

@@ -178,24 +178,44 @@ class ZigHip(_Zig):
     def assembly(self, source: Source) -> str:
         """The assembly text of exactly the code that `compile` gives."""
         with self._session(source) as session:
-            self._generate(session, source, "-S", "kernel.s")
-            return session.read("kernel.s").decode()
+            self._to_ir(session, source)
+            return self._text(session)
+
+    def compile_with_assembly(self, source: Source) -> tuple[Binary, str]:
+        """Both, for less than each alone."""
+        texts: list[str] = []
+
+        def link(session: _Session, source: Source) -> bytes:
+            data = self._link(session, source)
+            texts.append(self._text(session))
+            return data
+
+        return self._build(source, link), texts[0]
 
     def _link(self, session: _Session, source: Source) -> bytes:
-        self._generate(session, source, "-c", "kernel.o")
+        self._to_ir(session, source)
+        self._from_ir(session, "-c", "kernel.o")
         session.run("ld.lld", "-shared", "kernel.o", "-o", "kernel.co")
         return session.linked("kernel.co")
 
-    def _generate(self, session: _Session, source: Source, form: str, output: str) -> None:
-        flags = [*self.target.flags, "-Wno-unused-command-line-argument"]
+    def _text(self, session: _Session) -> str:
+        self._from_ir(session, "-S", "kernel.s")
+        return session.read("kernel.s").decode()
+
+    def _flags(self) -> list[str]:
+        return [*self.target.flags, "-Wno-unused-command-line-argument"]
+
+    def _to_ir(self, session: _Session, source: Source) -> None:
         session.write("kernel.hip", source.text)
         session.run(
             "clang", "-x", "hip", "--cuda-device-only", "-nogpulib", "-nogpuinc", f"--offload-arch={self.target.name}",
             # Every ROCm that we support loads version 5; the default moves with clang.
-            "-mcode-object-version=5", "-O3", *flags, "-S", "-emit-llvm", "kernel.hip", "-o", "kernel.ll",
+            "-mcode-object-version=5", "-O3", *self._flags(), "-S", "-emit-llvm", "kernel.hip", "-o", "kernel.ll",
         )  # fmt: skip
+
+    def _from_ir(self, session: _Session, form: str, output: str) -> None:
         session.run(
-            "clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={self.target.name}", "-nogpulib", "-O3", *flags,
+            "clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={self.target.name}", "-nogpulib", "-O3", *self._flags(),
             # The IR is optimized already; a second round of the pipeline would unroll and inline again.
             "-Xclang", "-disable-llvm-passes", form, "-x", "ir", "kernel.ll", "-o", output,
         )  # fmt: skip

@@ -1,37 +1,49 @@
 """Compilation of every kernel in a pairwise set per target (all supported kernels with ``-m full``).
 
 What must hold of each binary: nothing spilled, no scratch, no serialized `wgmma`, shared memory within the target's
-limit. Nothing is run here.
+limit. And of the pairwise set that its registers, memory and instructions are those of the lock file, so that a change
+of them is seen and meant. Nothing is run here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from qla.codegen import elf, resources
+from qla.codegen.lock import UPDATE, Lock, differences, other_compilers, read
 from qla.codegen.matrix import full, pairwise
+from qla.codegen.measure import measure
 from qla.codegen.ops import OPS
 from qla.codegen.render import render
 from qla.codegen.spec import KernelSpec
 from qla.errors import CompilationError
 from qla.runtime.compilers import compiler_for
 from qla.targets import TARGETS
+from qla.targets.chips import CHIPS
 
 # Compilers are child processes or run outside the interpreter's lock.
 WORKERS = 2
+LOCK = Path(__file__).with_name("resources.lock")
 
 
-def problems(spec: KernelSpec) -> list[str]:
-    """What is wrong with a kernel, in words."""
+def problems(spec: KernelSpec, lock: Lock | None = None) -> list[str]:
+    """What is wrong with a kernel, in words; what it is compiled to goes to `lock`."""
     target, source = TARGETS[spec.target], render(spec)
+    compiler = compiler_for(target)
     try:
-        binary = compiler_for(target).compile(source)
+        measured = measure(spec) if lock is not None else None
+        # Where there is ROCm, launches take its compiler; the lock file is of another one.
+        same = measured is not None and measured.binary.compiler == compiler.identity()
+        binary = measured.binary if measured and same else compiler.compile(source)
     except CompilationError as error:
         return [str(error)]
+    if measured and lock is not None:
+        lock.add(measured)
     report = resources.report(binary.data, binary.log, target)
     found = list(report.problems)
     shared = max(report.shared_bytes, source.limits.shared_bytes)
@@ -48,18 +60,30 @@ def problems(spec: KernelSpec) -> list[str]:
     return found
 
 
-def compile_all(name: str, specs: Sequence[KernelSpec]) -> None:
+def compile_all(name: str, specs: Sequence[KernelSpec], lock: Lock | None = None) -> None:
     began = time.perf_counter()
     with ThreadPoolExecutor(WORKERS) as pool:
-        found = dict(zip(specs, pool.map(problems, specs), strict=True))
+        found = dict(zip(specs, pool.map(lambda spec: problems(spec, lock), specs), strict=True))
     bad = {f"{spec.name} for {spec.target}": why for spec, why in found.items() if why}
     print(f"{name}: {len(specs)} kernels compiled in {time.perf_counter() - began:.1f} s, {len(bad)} with problems")
     assert not bad, "\n".join(f"{kernel}: {'; '.join(why)}" for kernel, why in bad.items())
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_pairwise_set_compiles_clean(target: str) -> None:
-    compile_all(f"{target}, pairwise", pairwise(target))
+def test_pairwise_set_compiles_clean_and_to_what_is_locked(
+    target: str, record_property: Callable[[str, object], None]
+) -> None:
+    lock = Lock() if target in CHIPS else None
+    compile_all(f"{target}, pairwise", pairwise(target), lock)
+    if lock is None:
+        return
+    kept = read(LOCK.read_text(encoding="utf-8")).of([target])
+    for line in other_compilers(kept, lock):
+        record_property("summary", line)
+    changed = differences(kept, lock)
+    assert not changed, "\n".join(
+        (f"{LOCK.name} is not up to date; if this is meant, run `{UPDATE}` and commit the file:", *changed)
+    )
 
 
 @pytest.mark.full
