@@ -74,7 +74,7 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
 
     The names of the op and the target are there for the text's first lines and its entry symbol alone.
     """
-    op = spec.features
+    op, factors = spec.features, target.facts.get("factors", "half")
     return {
         "delta": op.delta,
         "gate": op.gate,
@@ -86,6 +86,8 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
         "C": target.chunk[op.gate],
         "K": spec.dk,
         "V": spec.dv,
+        "factors": factors,
+        "put_factor": {"half": "put_half_row", "float": "put_row"}[factors],
         "facts": target.facts,
         "spec": {"name": spec.name, "target": spec.target},
         "entry": spec.name,

@@ -77,6 +77,18 @@ def read_transposed(tile: Matrix, block: int, step: int) -> Matrix:
     return transposing_read(row, 32 * block + (lane % 32 & 16) + lane % 4 * 4, tile)
 
 
+def value_column() -> npt.NDArray[np.int64]:
+    low = np.arange(LANES) % 32
+    return (low & 19) + (low & 4) * 2 + (low & 8) // 2
+
+
+def landed(rows: Matrix, block: int, step: int) -> Matrix:
+    """Step `step` of rows [C, 32] as they come from memory, eight numbers of a lane's row at once."""
+    lane = np.arange(LANES)
+    first = 16 * (step // 2) + 8 * (lane // 32) + step % 2 * 4
+    return np.stack([rows[32 * block + lane % 32, first + e] for e in range(4)], axis=1)
+
+
 VIEWS = {"plain": plain, "gathered": gathered, "read_transposed": read_transposed}
 
 
@@ -102,6 +114,37 @@ def test_products_of_held_blocks(view: str, k: int) -> None:
             d = mfma(a, operand[:, 4 * s : 4 * (s + steps)], d)
         blocks.append(d)
     np.testing.assert_allclose(np.concatenate(blocks, axis=1), held(tile @ x), atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [8, 16])
+def test_rows_from_memory_become_a_block(k: int) -> None:
+    """V times the identity: what lands by rows is held by columns."""
+    rows, lane, steps = np.random.default_rng(5).standard_normal((64, 32)), np.arange(LANES), k // 8
+    identity = np.stack([row_of(i) == lane % 32 for i in range(16)], axis=1).astype(float)
+    for block in range(2):
+        d = np.zeros((LANES, 16))
+        for s in range(0, 4, steps):
+            a = np.concatenate([landed(rows, block, s + i) for i in range(steps)], axis=1)
+            d = mfma(a, identity[:, 4 * s : 4 * (s + steps)], d)
+        for i in range(16):
+            np.testing.assert_array_equal(d[:, i], rows[32 * block + row_of(i), value_column()])
+
+
+@pytest.mark.parametrize("k", [8, 16])
+def test_a_product_on_its_side_has_neighbours_of_a_row(k: int) -> None:
+    """O: operands in the other order, and eight neighbouring value columns of one token in a lane."""
+    numbers, steps = np.random.default_rng(6), k // 8
+    tile, x = numbers.standard_normal((64, 128)), numbers.standard_normal((128, 32))
+    operand, expected = held(x[:, value_column()[:32]]), tile @ x
+    lane = np.arange(LANES)
+    for block in range(2):
+        d = np.zeros((LANES, 16))
+        for s in range(0, 16, steps):
+            b = np.concatenate([plain(tile, block, s + i) for i in range(steps)], axis=1)
+            d = mfma(operand[:, 4 * s : 4 * (s + steps)], b, d)
+        for i in range(16):
+            column = 16 * (i // 8) + 8 * (lane // 32) + i % 8
+            np.testing.assert_allclose(d[:, i], expected[32 * block + lane % 32, column], atol=1e-12)
 
 
 def test_gram_square() -> None:
@@ -148,6 +191,23 @@ def test_reduce_scatter_and_its_triangles() -> None:
         places[strict].append((r, n - r * (r + 1 - 2 * strict) // 2))
     for strict in (0, 1):
         assert places[strict] == [(r, c) for r in range(8) for c in range(r + 1 - strict)]
+
+
+def test_two_numbers_rounded_to_bf16_by_one_addition() -> None:
+    """As `scan` does it on gfx942: nearest, ties away from zero; the words' sums do not meet."""
+    bits = np.random.default_rng(7).integers(0, 1 << 32, (1 << 16, 2), dtype=np.uint32)
+    x = bits.view(np.float32)
+    bits = bits[np.isfinite(x).all(axis=1)]
+    both = bits[:, 0].astype(np.uint64) | bits[:, 1].astype(np.uint64) << np.uint64(32)
+    sums = both + np.uint64(0x0000800000008000)
+    for word in range(2):
+        found = sums >> np.uint64(32 * word) & np.uint64(0xFFFF0000)
+        assert (found == (bits[:, word].astype(np.uint64) + 0x8000 & 0xFFFF0000)).all()
+        value, exact = (y.astype(np.uint32).view(np.float32).astype(np.float64) for y in (found, bits[:, word]))
+        nearest = torch.from_numpy(bits[:, word].view(np.float32).copy()).bfloat16().double().numpy()
+        tie = bits[:, word] & 0xFFFF == 0x8000
+        assert np.array_equal(value[~tie], nearest[~tie])
+        assert (np.abs(value[tie]) > np.abs(exact[tie])).all() or not tie.any()
 
 
 def test_rounding_to_bf16_without_an_instruction() -> None:
@@ -222,7 +282,8 @@ def test_matrix_instructions_of_the_chain(target: str, op: str, dtype: Dtype, dk
     lower = sum(32 * (block + 1) // depth for block in range(blocks))  # of A or P: nothing above the diagonal
     keys = blocks * dk // depth  # U or Q S
     update = dk // 32 * C // depth
-    expected = (keys + lower) * (1 + OPS[op].delta) + update
+    turned = blocks * 32 // depth  # V, by the identity
+    expected = (keys + lower) * (1 + OPS[op].delta) + update + turned
     found = matrix_instructions(ZigHip(facts).assembly(source))
     assert list(found.values()) == [expected]
     assert "" not in found

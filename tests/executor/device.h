@@ -11,7 +11,8 @@
 
 #define __global__
 #define __device__
-#define amdgpu_flat_work_group_size(least, most)  // clang takes it for kernels of a device alone
+#define amdgpu_flat_work_group_size(least, most)  // clang takes these for kernels of a device alone
+#define amdgpu_waves_per_eu(least)
 // `used`: the machine's calls may change it, which a compiler could otherwise rule out for a variable without a name.
 #define __shared__ static __attribute__((used, section("lds"), aligned(16)))
 
