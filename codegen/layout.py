@@ -95,11 +95,12 @@ def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int)
     return layout
 
 
-def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int) -> int:
+def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int, keys_alone: bool = False) -> int:
     """Bytes of what the threads of a `prepare` workgroup share (`struct Shared` of its template).
 
     Rows of a tile are followed by `pad` unused numbers; `teams` invert a matrix each, as blocks of 16 if several. With
-    channel gates several teams keep decays in registers and share decayed keys: 8 rows for each pair of blocks of 8.
+    channel gates several teams keep decays in registers and share decayed keys: 8 rows for each pair of blocks of 8;
+    without, queries may be in registers (`keys_alone`).
     """
     blocks, matrix = chunk // 16, chunk * (chunk + 4) * 4
     lower = (blocks * (blocks + 1) // 2 * 1280 if teams > 1 else matrix) * op.delta
@@ -111,6 +112,6 @@ def prepare_shared_bytes(op: Op, chunk: int, dk: int, pad: int, teams: int) -> i
         total = max(tiles, lower) + chunk * (dk + 8) * 4 + blocks * dk * 4 + matrix * (1 + op.delta)
         total += chunk * 4 * op.delta
     else:
-        total = max(tiles, teams * lower) + teams * chunk * 4 * (2 * (op.gate == "head") + op.delta)
+        total = max(tiles // (1 + keys_alone), teams * lower) + teams * chunk * 4 * (2 * (op.gate == "head") + op.delta)
         total += 2048 if teams > 1 else 0  # where teams turn squares of P by 90 degrees
     return -(-(total + 2 * chunk * 4) // _ALIGN) * _ALIGN

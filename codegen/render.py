@@ -188,7 +188,8 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
     abi = prepare_abi(spec, buffers)
     threads = target.threads[spec.features.gate]
     pad, teams = target.facts.get("tile_pad", 0), target.facts.get("teams", 1)
-    shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, pad, teams)
+    keys_alone = target.facts.get("queries_in_registers", False)
+    shared_bytes = prepare_shared_bytes(spec.features, context["C"], spec.dk, pad, teams, keys_alone)
     if 0 < target.shared_limit < shared_bytes:
         raise ScheduleError(f"{shared_bytes} bytes of shared memory exceed the target's {target.shared_limit}")
     template = environment().get_template("kernels/prepare.j2")

@@ -77,7 +77,7 @@ def read_transposed(tile: Matrix, block: int, step: int) -> Matrix:
     return transposing_read(row, 32 * block + (lane % 32 & 16) + lane % 4 * 4, tile)
 
 
-def value_column() -> npt.NDArray[np.int64]:
+def neighbour() -> npt.NDArray[np.int64]:
     low = np.arange(LANES) % 32
     return (low & 19) + (low & 4) * 2 + (low & 8) // 2
 
@@ -127,7 +127,7 @@ def test_rows_from_memory_become_a_block(k: int) -> None:
             a = np.concatenate([landed(rows, block, s + i) for i in range(steps)], axis=1)
             d = mfma(a, identity[:, 4 * s : 4 * (s + steps)], d)
         for i in range(16):
-            np.testing.assert_array_equal(d[:, i], rows[32 * block + row_of(i), value_column()])
+            np.testing.assert_array_equal(d[:, i], rows[32 * block + row_of(i), neighbour()])
 
 
 @pytest.mark.parametrize("k", [8, 16])
@@ -135,7 +135,7 @@ def test_a_product_on_its_side_has_neighbours_of_a_row(k: int) -> None:
     """O: operands in the other order, and eight neighbouring value columns of one token in a lane."""
     numbers, steps = np.random.default_rng(6), k // 8
     tile, x = numbers.standard_normal((64, 128)), numbers.standard_normal((128, 32))
-    operand, expected = held(x[:, value_column()[:32]]), tile @ x
+    operand, expected = held(x[:, neighbour()[:32]]), tile @ x
     lane = np.arange(LANES)
     for block in range(2):
         d = np.zeros((LANES, 16))
@@ -148,16 +148,41 @@ def test_a_product_on_its_side_has_neighbours_of_a_row(k: int) -> None:
 
 
 def test_gram_square() -> None:
-    numbers = np.random.default_rng(1)
+    """Keys dealt out like value columns; both operands take eight channels of a lane for two steps."""
+    numbers, lane = np.random.default_rng(1), np.arange(LANES)
     a, b = numbers.standard_normal((64, 64)), numbers.standard_normal((64, 64))
     found = np.empty((64, 64))
-    for wave in range(4):
+    for wave in (0, 2, 3):
         d = np.zeros((LANES, 16))
         for s in range(8):
-            d = mfma(plain(b, wave % 2, s), plain(a, wave // 2, s), d)  # transposed
+            channel = 16 * (s // 2) + 8 * (lane // 32) + 4 * (s % 2)
+            keys, queries = wave % 2 * 32 + neighbour(), wave // 2 * 32 + lane % 32
+            x, y = (np.stack([m[r, channel + e] for e in range(4)], axis=1) for m, r in ((b, keys), (a, queries)))
+            d = mfma(x, y, d)
         for i in range(16):
-            found[wave // 2 * 32 + np.arange(LANES) % 32, wave % 2 * 32 + row_of(i)] = d[:, i]
+            found[wave // 2 * 32 + lane % 32, wave % 2 * 32 + 16 * (i // 8) + 8 * (lane // 32) + i % 8] = d[:, i]
+    found[:32, 32:] = (a @ b.T)[:32, 32:]  # above the diagonal: nobody's
     np.testing.assert_allclose(found, a @ b.T, atol=1e-12)
+
+
+def test_blocks_are_inverted_and_merged() -> None:
+    """Three squares of 16 in one order of products, with the middle one's result as it stands in the accumulator."""
+    lane, x = np.arange(LANES), np.tril(np.random.default_rng(8).standard_normal((32, 32)), -1) / 8
+    inverses = [np.linalg.inv(np.eye(16) + x[n : n + 16, n : n + 16]) for n in (0, 16)]
+
+    def product(a: Matrix, b: Matrix | None, held_b: Matrix | None = None) -> Matrix:
+        d = np.zeros((LANES, 4))
+        for i in range(4):
+            left = a[lane % 16, 4 * i + lane // 16] if held_b is None else a[lane % 16, lane // 16 * 4 + i]
+            right = held_b[:, i] if b is None and held_b is not None else b[4 * i + lane // 16, lane % 16]  # type: ignore[index]
+            d = mfma(left[:, None], right[:, None], d)
+        return d
+
+    merged = -product(inverses[1], None, product(x[16:, :16], inverses[0]))
+    found = np.empty((16, 16))
+    for i in range(4):
+        found[lane // 16 * 4 + i, lane % 16] = merged[:, i]
+    np.testing.assert_allclose(found, np.linalg.inv(np.eye(32) + x)[16:, :16], atol=1e-12)
 
 
 def test_square_of_decayed_gram() -> None:

@@ -21,6 +21,9 @@ DEV int block_id() { return __builtin_amdgcn_workgroup_id_x(); }
 DEV int wave() { return __builtin_amdgcn_readfirstlane(thread_id() >> 6); }
 DEV int low_lane() { return thread_id() & 31; }   // lane of its half of a wave
 DEV int upper() { return thread_id() >> 5 & 1; }  // which half
+// Bits 2 and 3 of low_lane() change places: with rows or columns dealt out like that, those that a lane has of a block on
+// its side are neighbours.
+DEV int neighbour() { return (low_lane() & 19) + (low_lane() & 4) * 2 + (low_lane() & 8) / 2; }
 DEV void sync() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
   __builtin_amdgcn_s_barrier();
@@ -153,8 +156,6 @@ DEV Transposed<ROWS, COLUMNS> transposed(Tile<ROWS, COLUMNS> t) { return {t.tile
 
 // ---- values in registers: a lane's number i is x[i / 4][i % 4], of a block x[i / 16][i % 16]
 DEV int row_of(int i) { return 8 * (i / 4) + 4 * upper() + i % 4; }
-// Of this lane: bits 2 and 3 change places, so that the rows that a lane has of a block on its side are neighbours.
-DEV int value_column() { return (low_lane() & 19) + (low_lane() & 4) * 2 + (low_lane() & 8) / 2; }
 template <int ROWS> struct Block { f32x16 x[ROWS / 32]; };
 template <int ROWS> struct Operand { Four x[ROWS / 8]; };
 template <int ROWS> struct FloatRows { f32x4 x[ROWS / 8]; };
@@ -261,12 +262,12 @@ template <int BYTE, int N> DEV void scale(Block<N>& b, Shared<BYTE> v) {
 // Number (row, column) of a block becomes f(row, column).
 template <int N, class F> DEV void fill(Block<N>& b, F f) {
 #pragma unroll
-  for (int i = 0; i < N / 2; i++) b.x[i / 16][i % 16] = f(row_of(i), value_column());
+  for (int i = 0; i < N / 2; i++) b.x[i / 16][i % 16] = f(row_of(i), neighbour());
 }
 // Calls f(row, column, number) for what this lane holds of a block.
 template <int N, class F> DEV void for_each(const Block<N>& b, F f) {
 #pragma unroll
-  for (int i = 0; i < N / 2; i++) f(row_of(i), value_column(), b.x[i / 16][i % 16]);
+  for (int i = 0; i < N / 2; i++) f(row_of(i), neighbour(), b.x[i / 16][i % 16]);
 }
 
 // ---- a chunk's tiles in LDS, and on their way there
