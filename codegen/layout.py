@@ -75,10 +75,13 @@ def shared_layout(program: Program, rings: Sequence[Ring], streams: int, chunk: 
     return layout
 
 
-def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int) -> SharedLayout:
+def static_layout(
+    program: Program, rings: Sequence[Ring], pad: int, limit: int, turned: dict[str, bool]
+) -> SharedLayout:
     """Lay out tiles and the record one after the other, each once; raise where they exceed the limit.
 
     Rows of a tile are followed by `pad` unused numbers. A column block's own tiles do not pass through shared memory.
+    Those that are `turned` lie there by columns, and if True by rows before.
     """
     layout = SharedLayout()
     for ring in rings:
@@ -87,7 +90,9 @@ def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int)
     for tile in program.tiles.values():
         if tile.by != "columns":
             layout.offsets[tile.name] = layout.total
-            layout.total += -(-tile.rows * (tile.cols + pad) * 2 // 16) * 16
+            sizes = [tile.cols * (tile.rows + pad)] * (tile.name in turned)
+            sizes += [tile.rows * (tile.cols + pad)] * turned.get(tile.name, True)
+            layout.total += -(-max(sizes) * 2 // 16) * 16
     layout.offsets["rows"] = layout.total
     layout.total += record_layout(program.record)[1]
     if layout.total > limit:

@@ -129,11 +129,12 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
     offsets, record_bytes = record_layout(program.record, element)
     streams = min(schedule.streams, spec.dv // columns)
     chunk = target.chunk[spec.features.gate]
-    layout = SharedLayout()
+    layout, turned = SharedLayout(), dict[str, bool]()
     if target.asynchronous:
         layout = shared_layout(program, chain.rings, streams, chunk, target.shared_limit)
     elif target.shared_limit:
-        layout = static_layout(program, chain.rings, target.facts.get("tile_pad", 0), target.shared_limit)
+        turned = {} if target.facts["transposing_reads"] else program.turned()
+        layout = static_layout(program, chain.rings, target.facts["tile_pad"], target.shared_limit, turned)
     abi = scan_abi(spec, program, target.asynchronous)
     threads = target.scan_threads(streams)
     rows = sorted({chunk, chunk // 2, spec.dk} & {16, 32, 64, 128})
@@ -147,6 +148,7 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
             r.name: [program.tiles[t] for t in r.tiles if t != "rows" and not program.tiles[t].workspace]
             for r in chain.rings
         },
+        turned=turned,
         record=program.record,
         record_offsets=offsets,
         record_bytes=record_bytes,

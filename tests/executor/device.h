@@ -39,6 +39,7 @@ EXECUTOR_CALL void __builtin_amdgcn_s_barrier();
 EXECUTOR_CALL int __builtin_amdgcn_readfirstlane(int x);
 EXECUTOR_CALL int __builtin_amdgcn_ds_bpermute(int byte, int x);  // of lane byte / 4
 EXECUTOR_CALL void __builtin_amdgcn_s_waitcnt(int counts);
+#define __builtin_amdgcn_sched_barrier(mask) ((void)0)  // for the order of instructions alone
 
 // Each lane's `size` bytes at `from` go to LDS, one lane's after the other's from `to` on, at some time until the wave
 // has waited for them.

@@ -33,7 +33,7 @@ DEV void sync() {
 typedef unsigned long long u64;
 typedef float f32x2 __attribute__((ext_vector_type(2)));
 // To the nearest bf16, ties away from zero, two at once: no sum reaches into the upper word. A NaN of ones would become
-// a zero, so none is let in.
+// a zero, so none is let in from memory.
 DEV u32 pack(float lo, float hi) {
   const u64 sums = __builtin_bit_cast(u64, f32x2{lo, hi}) + 0x0000800000008000;
   return __builtin_amdgcn_perm((u32)(sums >> 32), (u32)sums, 0x07060302);
@@ -142,17 +142,6 @@ struct LowerTile {
   static constexpr bool needed(int block, int step) { return 8 * step < 32 * (block + 1); }
   DEV Four operand(int block, int step) const { return tile.operand(block, step); }
 };
-template <int ROWS, int COLUMNS>
-struct Transposed {
-  const SharedTile<ROWS, COLUMNS>& tile;
-  static constexpr bool needed(int, int) { return true; }
-  DEV Four operand(int block, int step) const {
-    const number* x = &tile.x[(8 * step + 4 * upper()) * tile.PITCH + 32 * block + low_lane()];
-    return {x[0], x[tile.PITCH], x[2 * tile.PITCH], x[3 * tile.PITCH]};
-  }
-};
-template <int ROWS, int COLUMNS>
-DEV Transposed<ROWS, COLUMNS> transposed(Tile<ROWS, COLUMNS> t) { return {t.tile}; }
 
 // ---- values in registers: a lane's number i is x[i / 4][i % 4], of a block x[i / 16][i % 16]
 DEV int row_of(int i) { return 8 * (i / 4) + 4 * upper() + i % 4; }
@@ -166,21 +155,48 @@ template <int ROWS> struct TurnedOperand { Eight x[ROWS / 32][2]; };
 template <int ROWS> struct TurnedRows { float x[ROWS / 32]; };
 
 // ---- products: d[rows, 32] (+)= tile · x, on the matrix cores
+//      Operands are read from LDS two double steps ahead, which the fences keep the compiler from undoing.
 template <int N, int R, class T>
 DEV void accumulate(Block<N>& d, T t, const Operand<R>& x) {
+  constexpr int STEPS = R / 16, AHEAD = 2;
+  Four a[STEPS][N / 32][2];
 #pragma unroll
-  for (int s = 0; s < R / 8; s++)
+  for (int n = 0; n < STEPS + AHEAD; n++) {
+    if (n < STEPS) {
 #pragma unroll
-    for (int b = 0; b < N / 32; b++)
-      if (T::needed(b, s)) d.x[b] = multiply(t.operand(b, s), x.x[s], d.x[b]);
+      for (int b = 0; b < N / 32; b++)
+        if (T::needed(b, 2 * n)) a[n][b][0] = t.operand(b, 2 * n), a[n][b][1] = t.operand(b, 2 * n + 1);
+      __builtin_amdgcn_sched_barrier(0);
+    }
+    const int m = n - AHEAD;
+    if (m < 0) continue;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int b = 0; b < N / 32; b++)
+        if (T::needed(b, 2 * m)) d.x[b] = multiply(a[m][b][i], x.x[2 * m + i], d.x[b]);
+  }
 }
 template <int N, int R, class T>
 DEV void accumulate(TurnedBlock<N>& d, T t, const Operand<R>& x) {
+  constexpr int STEPS = R / 16, AHEAD = 2;
+  Four a[STEPS][N / 32][2];
 #pragma unroll
-  for (int s = 0; s < R / 8; s++)
+  for (int n = 0; n < STEPS + AHEAD; n++) {
+    if (n < STEPS) {
 #pragma unroll
-    for (int b = 0; b < N / 32; b++)
-      if (T::needed(b, s)) d.x[b] = multiply(x.x[s], t.operand(b, s), d.x[b]);
+      for (int b = 0; b < N / 32; b++)
+        if (T::needed(b, 2 * n)) a[n][b][0] = t.operand(b, 2 * n), a[n][b][1] = t.operand(b, 2 * n + 1);
+      __builtin_amdgcn_sched_barrier(0);
+    }
+    const int m = n - AHEAD;
+    if (m < 0) continue;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int b = 0; b < N / 32; b++)
+        if (T::needed(b, 2 * m)) d.x[b] = multiply(x.x[2 * m + i], a[m][b][i], d.x[b]);
+  }
 }
 template <template <int> class B, int N, int R, class T>
 DEV void product(B<N>& d, T t, const Operand<R>& x) {
@@ -230,7 +246,7 @@ template <int BYTE, int N> DEV void load_rows(FloatRows<N>& r, Shared<BYTE> v) {
 }
 template <int BYTE, int N> DEV void load_rows(TurnedRows<N>& r, Shared<BYTE> v) {
 #pragma unroll
-  for (int b = 0; b < N / 32; b++) r.x[b] = let_in(*(const float*)(v.rows + BYTE + 4 * (32 * b + low_lane())));
+  for (int b = 0; b < N / 32; b++) r.x[b] = *(const float*)(v.rows + BYTE + 4 * (32 * b + low_lane()));
 }
 template <int N> DEV void scale_four(Block<N>& b, int s, f32x4 r) {
 #pragma unroll
@@ -255,7 +271,7 @@ template <int N> DEV void scaled_operand(Operand<N>& x, const FloatRows<N>& r, c
   for (int s = 0; s < N / 8; s++) x.x[s] = round_four(r.x[s] * to_float(y.x[s]));
 }
 template <int BYTE, int N> DEV void scale(Block<N>& b, Shared<BYTE> v) {
-  const float factor = let_in(*(const float*)(v.rows + BYTE));
+  const float factor = *(const float*)(v.rows + BYTE);
 #pragma unroll
   for (int i = 0; i < N / 32; i++) b.x[i] *= factor;
 }
@@ -273,13 +289,16 @@ template <int N, class F> DEV void for_each(const Block<N>& b, F f) {
 // ---- a chunk's tiles in LDS, and on their way there
 constexpr int RECORD = 784;  // bytes of the row vectors of a (chunk, value head)
 struct Tiles {
-  SharedTile<64, 128> K;
+  union {  // first one, then the other
+    SharedTile<64, 128> K;
+    SharedTile<128, 64> turned_K;
+  };
   SharedTile<64, 128> Q;
   SharedTile<64, 64> A;
   SharedTile<64, 64> P;
   __attribute__((aligned(16))) unsigned char rows[RECORD];
 };
-static_assert(sizeof(Tiles) == 51984);
+static_assert(sizeof(Tiles) == 52496);
 DEV Eight eight_at(const void* from, u32 offset) { return *(const Eight*)((const char*)from + offset); }
 // From column `column` of row first + row of a tensor. Rows at and after `rows`, which is where the sequence ends, are
 // never read; in their place another is, which zeros in A and P keep from all results. `first` is the same
@@ -315,6 +334,41 @@ struct Pieces {
     for (int n = 0; n < COUNT; n++) if (mine(n)) *(Eight*)&to.at(row(n), column(n)) = x[n];
   }
 };
+// A tile that is used by columns, in LDS as columns too: each thread has runs of rows that follow one another.
+template <int ROWS, int COLUMNS>
+struct TurnedPieces {
+  static constexpr int COUNT = ROWS * COLUMNS / 8 / THREADS, RUN = COUNT < 4 ? COUNT : 4, STEP = THREADS / (COLUMNS / 8);
+  static_assert(COUNT % RUN == 0);
+  Eight x[COUNT];
+  // Row n is the thread's first one and what is the same for all threads.
+  static DEV int row() { return thread_id() / (COLUMNS / 8) * RUN; }
+  static DEV int further(int n) { return n / RUN * STEP * RUN + n % RUN; }
+  static DEV int column() { return thread_id() % (COLUMNS / 8) * 8; }
+  // From a tensor of which `rows` rows may be read; see `eight_of`.
+  DEV void fetch(const number* from, i64 stride_t, int rows) {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) x[n] = eight_of(from, further(n), row(), column(), stride_t, rows);
+  }
+  DEV void put(SharedTile<ROWS, COLUMNS>& to) const {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) *(Eight*)&to.at(further(n) + row(), column()) = x[n];
+  }
+  // Number e of rows n and n + 1.
+  DEV u32 pair(int n, int e) const {
+    return __builtin_amdgcn_perm(x[n + 1][e / 2], x[n][e / 2], e % 2 ? 0x07060302 : 0x05040100);
+  }
+  DEV void put_turned(SharedTile<COLUMNS, ROWS>& to) const {
+#pragma unroll
+    for (int n = 0; n < COUNT; n += RUN)
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        number* at = &to.at(column() + e, further(n) + row());
+        if constexpr (RUN == 4) *(u32x2*)at = u32x2{pair(n, e), pair(n + 2, e)};
+        else if constexpr (RUN == 2) *(u32*)at = pair(n, e);
+        else *at = x[n][e / 2] >> e % 2 * 16;
+      }
+  }
+};
 // This wave's columns of a tensor's rows: no other wave needs them, so they do not pass through LDS.
 template <int ROWS>
 struct ColumnPieces {
@@ -348,7 +402,7 @@ struct Ring_K {
   const Work& work;
   Tiles& tiles;
   int chunk = 0;
-  Pieces<64, 128> next_K;
+  TurnedPieces<64, 128> next_K, held_K;
   Pieces<64, 128> next_Q;
   Pieces<64, 64, true> next_A;
   Pieces<64, 64, true> next_P;
@@ -362,7 +416,9 @@ struct Ring_K {
   };
   DEV Rows rows() const { return {tiles.rows}; }
   DEV int rows_at() const { return 16 * (thread_id() < RECORD / 16 ? thread_id() : RECORD / 16 - 1); }
-  DEV Tile<64, 128> K() const { return {tiles.K}; }
+  // Its rows; for its columns, what put them there comes along.
+  struct Turning : Tile<64, 128> { const Ring_K& ring; };
+  DEV Turning K() const { return { {tiles.K}, *this}; }
   DEV Tile<64, 128> Q() const { return {tiles.Q}; }
   DEV LowerTile<64> A() const { return {tiles.A}; }
   DEV LowerTile<64> P() const { return {tiles.P}; }
@@ -381,6 +437,7 @@ struct Ring_K {
   }
   DEV void put() {
     next_K.put(tiles.K);
+    held_K = next_K;
     next_Q.put(tiles.Q);
     next_A.put(tiles.A);
     next_P.put(tiles.P);
@@ -416,6 +473,13 @@ DEV void land(Ring_V&) {}
 DEV void release(Ring_V& ring) {
   ring.chunk++;
   if (ring.chunk < ring.work.chunks()) ring.fetch();
+}
+// When all waves have read the rows, the columns take their place.
+template <class R> DEV Tile<128, 64> transposed(R t) {
+  sync();
+  t.ring.held_K.put_turned(t.ring.tiles.turned_K);
+  sync();
+  return {t.ring.tiles.turned_K};
 }
 
 extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const Args args) {
@@ -455,7 +519,6 @@ extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const 
       }
     }
   };
-
   if (args.initial_state) {
     const float* from = (const float*)args.initial_state + n_sequence * args.initial_stride_n +
                         value_head * args.initial_stride_h + column * args.initial_stride_v;
