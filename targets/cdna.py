@@ -6,7 +6,7 @@ from qla.targets.base import Schedule
 SCHEDULES = (
     Schedule(
         name="serial",
-        order=("save", "Sr", "U", "V", "W", "V2", "QS", "Vr", "rows", "O", "out", "store", "decay", "S"),
+        order=("save", "Sr", "U", "V", "W", "V2", "QS", "decay", "Vr", "rows", "O", "out", "store", "S"),
         rings={"K Kt Q A P rows": 1, "V": 1},
         streams=4,
     ),

@@ -300,12 +300,10 @@ struct Tiles {
 };
 static_assert(sizeof(Tiles) == 52496);
 DEV Eight eight_at(const void* from, u32 offset) { return *(const Eight*)((const char*)from + offset); }
-// From column `column` of row first + row of a tensor. Rows at and after `rows`, which is where the sequence ends, are
-// never read; in their place another is, which zeros in A and P keep from all results. `first` is the same
-// for all lanes, so that its part of the address is no work for each.
-DEV Eight eight_of(const number* from, int first, int row, int column, i64 stride_t, int rows) {
-  from += (first < rows ? first : 0) * stride_t;
-  return eight_at(from, ((first + row < rows ? row * (u32)stride_t : 0) + column) * (u32)sizeof(number));
+// From column `column` of a row of a tensor. Rows at and after `rows`, which is where the sequence ends, are never read;
+// in their place the first is, which zeros in A and P keep from all results.
+DEV Eight eight_of(const number* from, int row, int column, i64 stride_t, int rows) {
+  return eight_at(from, (row < rows ? row * (u32)stride_t + column : column) * (u32)sizeof(number));
 }
 // A tile's numbers dealt out to the threads, eight at a time.
 // Of a lower triangle of 64 rows, the first 32 have only their left half.
@@ -327,17 +325,17 @@ struct Pieces {
   DEV void fetch(const number* from, i64 stride_t, int rows) {
     constexpr int STEP = THREADS / (COLUMNS / 8);
 #pragma unroll
-    for (int n = 0; n < COUNT; n++) x[n] = eight_of(from, n * STEP, row(0), column(0), stride_t, rows);
+    for (int n = 0; n < COUNT; n++) x[n] = eight_of(from, n * STEP + row(0), column(0), stride_t, rows);
   }
   DEV void put(SharedTile<ROWS, COLUMNS>& to) const {
 #pragma unroll
     for (int n = 0; n < COUNT; n++) if (mine(n)) *(Eight*)&to.at(row(n), column(n)) = x[n];
   }
 };
-// A tile that is used by columns, in LDS as columns too: each thread has runs of rows that follow one another.
+// A tile that is used by columns, in LDS as columns too: each thread has runs of 4 rows that follow one another.
 template <int ROWS, int COLUMNS>
 struct TurnedPieces {
-  static constexpr int COUNT = ROWS * COLUMNS / 8 / THREADS, RUN = COUNT < 4 ? COUNT : 4, STEP = THREADS / (COLUMNS / 8);
+  static constexpr int COUNT = ROWS * COLUMNS / 8 / THREADS, RUN = 4, STEP = THREADS / (COLUMNS / 8);
   static_assert(COUNT % RUN == 0);
   Eight x[COUNT];
   // Row n is the thread's first one and what is the same for all threads.
@@ -347,7 +345,7 @@ struct TurnedPieces {
   // From a tensor of which `rows` rows may be read; see `eight_of`.
   DEV void fetch(const number* from, i64 stride_t, int rows) {
 #pragma unroll
-    for (int n = 0; n < COUNT; n++) x[n] = eight_of(from, further(n), row(), column(), stride_t, rows);
+    for (int n = 0; n < COUNT; n++) x[n] = eight_of(from, further(n) + row(), column(), stride_t, rows);
   }
   DEV void put(SharedTile<ROWS, COLUMNS>& to) const {
 #pragma unroll
@@ -361,12 +359,8 @@ struct TurnedPieces {
 #pragma unroll
     for (int n = 0; n < COUNT; n += RUN)
 #pragma unroll
-      for (int e = 0; e < 8; e++) {
-        number* at = &to.at(column() + e, further(n) + row());
-        if constexpr (RUN == 4) *(u32x2*)at = u32x2{pair(n, e), pair(n + 2, e)};
-        else if constexpr (RUN == 2) *(u32*)at = pair(n, e);
-        else *at = x[n][e / 2] >> e % 2 * 16;
-      }
+      for (int e = 0; e < 8; e++)
+        *(u32x2*)&to.at(column() + e, further(n) + row()) = u32x2{pair(n, e), pair(n + 2, e)};
   }
 };
 // This wave's columns of a tensor's rows: no other wave needs them, so they do not pass through LDS.
@@ -376,7 +370,7 @@ struct ColumnPieces {
   DEV void fetch(const number* from, i64 stride_t, int rows) {
 #pragma unroll
     for (int i = 0; i < ROWS / 16; i++)
-      x[i / 2][i % 2] = eight_of(from, i / 2 * 32, low_lane(), i % 2 * 16 + 8 * upper(), stride_t, rows);
+      x[i / 2][i % 2] = eight_of(from, i / 2 * 32 + low_lane(), i % 2 * 16 + 8 * upper(), stride_t, rows);
   }
   DEV Operand<ROWS> landed() const {
     Operand<ROWS> to;
@@ -392,7 +386,6 @@ struct Work {
   Sequence sequence;
   int value_head, column;
   DEV int chunks() const { return (sequence.length + C - 1) / C; }
-  DEV int token(int chunk) const { return sequence.start + chunk * C; }
   DEV int rows(int chunk) const { return sequence.length - chunk * C < C ? sequence.length - chunk * C : C; }
 };
 
@@ -424,12 +417,12 @@ struct Ring_K {
   DEV LowerTile<64> P() const { return {tiles.P}; }
 
   DEV void fetch() {
-    const int batch = work.sequence.batch, token = work.token(chunk), rows = work.rows(chunk);
+    const int batch = work.sequence.batch, start = work.sequence.start, rows = work.rows(chunk);
     const int head = work.value_head * args.heads / args.value_heads;
     const i64 place = (i64)(work.sequence.slot + chunk) * args.value_heads + work.value_head;
-    next_K.fetch(rows_of((const number*)args.k, batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h),
+    next_K.fetch(rows_of((const number*)args.k, batch, start, head, args.k_stride_b, args.k_stride_t, args.k_stride_h) + chunk * (C * args.k_stride_t),
                  args.k_stride_t, rows);
-    next_Q.fetch(rows_of((const number*)args.q, batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h),
+    next_Q.fetch(rows_of((const number*)args.q, batch, start, head, args.q_stride_b, args.q_stride_t, args.q_stride_h) + chunk * (C * args.q_stride_t),
                  args.q_stride_t, rows);
     next_A.fetch((const number*)args.ws_a + place * 4096);
     next_P.fetch((const number*)args.ws_p + place * 4096);
@@ -454,8 +447,9 @@ struct Ring_V {
   DEV Operand<64> V(int) const { return next_V.landed(); }
 
   DEV void fetch() {
-    const int batch = work.sequence.batch, token = work.token(chunk), rows = work.rows(chunk);
-    next_V.fetch(rows_of((const number*)args.v, batch, token, work.value_head, args.v_stride_b, args.v_stride_t, args.v_stride_h) + work.column,
+    const int batch = work.sequence.batch, start = work.sequence.start, rows = work.rows(chunk);
+    next_V.fetch(rows_of((const number*)args.v, batch, start, work.value_head, args.v_stride_b, args.v_stride_t, args.v_stride_h) + work.column +
+                     chunk * (C * args.v_stride_t),
                  args.v_stride_t, rows);
   }
 };
@@ -507,7 +501,8 @@ extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const 
   TurnedRows<64> out;
 
   auto store_rows = [&](const TurnedOperand<C>& x, int chunk) {
-    number* o = rows_of((number*)args.o, work.sequence.batch, work.token(chunk), value_head, args.o_stride_b, args.o_stride_t, args.o_stride_h) + column;
+    number* o = rows_of((number*)args.o, work.sequence.batch, work.sequence.start, value_head, args.o_stride_b, args.o_stride_t, args.o_stride_h) + column +
+                chunk * (C * args.o_stride_t);
     const int rows = work.rows(chunk);
 #pragma unroll
     for (int b = 0; b < C / 32; b++) {
@@ -547,6 +542,8 @@ extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const 
       product(V2, ring_K.A(), W);
       // O = Q S
       product(O, ring_K.Q(), Sr);
+      // S = decay S
+      scale(S, ring_K.rows().decay());
       // V' rounded
       to_operand(Vr, V2);
       // row factors of V' and O
@@ -559,8 +556,6 @@ extern "C" __global__ WORKGROUP void gated_delta_rule_scan_bf16_k128_v128(const 
       to_operand(Or, O);
       // O to memory
       store_rows(Or, n);
-      // S = decay S
-      scale(S, ring_K.rows().decay());
       // S += Kᵀ (left V')
       scaled_operand(X, left, Vr);
       accumulate(S, transposed(ring_K.K()), X);
