@@ -253,6 +253,9 @@ def choices() -> Iterator[KernelSpec]:
 
 # Most threads for a lane's registers and the most pieces on their way: two waves land what four do elsewhere.
 TIGHTEST = [KernelSpec("delta_rule", "scan", "fp16", 128, 64, target, "strided", True) for target in CDNA]
+# Two waves share a SIMD's registers where chunks are short and V comes in whole pieces, and only there.
+TIGHTEST += [KernelSpec("gla", "scan", "bf16", 128, 128, "gfx942", "strided", True)]
+TIGHTEST += [KernelSpec(op, "scan", "bf16", 128, 128, "gfx942", saves=op == "gla") for op in ("kda", "gla")]
 
 
 @pytest.mark.parametrize("spec", [*choices(), *TIGHTEST], ids=lambda spec: f"{spec.target}-{spec.name}")
