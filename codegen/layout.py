@@ -76,10 +76,13 @@ def shared_layout(program: Program, rings: Sequence[Ring], streams: int, chunk: 
     return layout
 
 
-def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int) -> SharedLayout:
+def static_layout(
+    program: Program, rings: Sequence[Ring], pad: int, limit: int, turned: dict[str, bool]
+) -> SharedLayout:
     """Lay out tiles and the record one after the other, each once; raise where they exceed the limit.
 
     Rows of a tile are followed by `pad` unused numbers. A column block's own tiles do not pass through shared memory.
+    Those that are `turned` lie there by columns, and if True by rows before.
     """
     layout = SharedLayout()
     for ring in rings:
@@ -88,7 +91,9 @@ def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int)
     for tile in program.tiles.values():
         if tile.by != "columns":
             layout.offsets[tile.name] = layout.total
-            layout.total += -(-tile.rows * (tile.cols + pad) * 2 // 16) * 16
+            sizes = [tile.cols * (tile.rows + pad)] * (tile.name in turned)
+            sizes += [tile.rows * (tile.cols + pad)] * turned.get(tile.name, True)
+            layout.total += -(-max(sizes) * 2 // 16) * 16
     layout.offsets["rows"] = layout.total
     layout.total += record_layout(program.record)[1]
     if layout.total > limit:
@@ -96,11 +101,14 @@ def static_layout(program: Program, rings: Sequence[Ring], pad: int, limit: int)
     return layout
 
 
-def prepare_shared_bytes(op: Op, chunk: int, dk: int, dv: int, pad: int, teams: int, saves: bool, reach: bool) -> int:
+def prepare_shared_bytes(
+    op: Op, chunk: int, dk: int, dv: int, pad: int, teams: int, saves: bool, reach: bool, keys_alone: bool = False
+) -> int:
     """Bytes of what the threads of a `prepare` workgroup share (`struct Shared` of its template).
 
-    Rows of a tile are followed by `pad` unused numbers; several teams invert a matrix each, in blocks. With channel gates
-    several teams keep decays in registers and share decayed keys: 8 rows for each pair of blocks of 8.
+    Rows of a tile are followed by `pad` unused numbers; several teams invert a matrix each, in blocks. With channel
+    gates several teams keep decays in registers and share decayed keys: 8 rows for each pair of blocks of 8; without,
+    queries may be in registers (`keys_alone`).
     """
     blocks, matrix = chunk // 16, chunk * (chunk + 4) * 4
     lower = (_MATRIX_BYTES if teams > 1 else matrix) * op.delta
@@ -115,6 +123,6 @@ def prepare_shared_bytes(op: Op, chunk: int, dk: int, dv: int, pad: int, teams: 
         matrices = teams * (lower or (_ROOM_BYTES if teams > 1 else 0))
         # Where the tiles are still needed for what the caller wants, nothing takes their place.
         apart = saves and op.delta and teams > 1
-        total = tiles + chunk * dv * 2 + matrices if apart else max(tiles, matrices)
+        total = tiles + chunk * dv * 2 + matrices if apart else max(tiles // (1 + keys_alone), matrices)
         total += teams * chunk * 4 * (2 * (op.gate == "head") + op.delta)
     return -(-(total + (2 + reach) * chunk * 4) // _ALIGN) * _ALIGN

@@ -140,6 +140,12 @@ class Program:
         self.steps[name] = Step(name, math, tuple(self._statement(name, line) for line in lines))
         return ""
 
+    def turned(self) -> dict[str, bool]:
+        """Tiles that steps use transposed, and whether they use them as they are too."""
+        uses = [arg for step in self.steps.values() for s in step.statements for arg in s.args]
+        names = [arg.removeprefix("transposed(").rstrip(")") for arg in uses if arg.startswith("transposed(")]
+        return {name: name in uses for name in names}
+
     # ---- parsing -----------------------------------------------------------------------------------------------
 
     def _statement(self, step: str, line: str) -> Statement:

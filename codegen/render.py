@@ -74,7 +74,7 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
 
     The names of the op and the target are there for the text's first lines and its entry symbol alone.
     """
-    op = spec.features
+    op, factors = spec.features, target.facts.get("factors", "half")
     return {
         "delta": op.delta,
         "gate": op.gate,
@@ -88,6 +88,8 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
         "C": target.chunk[op.gate],
         "K": spec.dk,
         "V": spec.dv,
+        "factors": factors,
+        "put_factor": {"half": "put_half_row", "float": "put_row"}[factors],
         "facts": target.facts,
         "processors": target.processors,
         "spec": {"name": spec.name, "target": spec.target},
@@ -130,11 +132,12 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
     offsets, record_bytes = record_layout(program.record, element)
     streams = min(schedule.streams, spec.dv // columns)
     chunk = target.chunk[spec.features.gate]
-    layout = SharedLayout()
+    layout, turned = SharedLayout(), dict[str, bool]()
     if target.asynchronous:
         layout = shared_layout(program, chain.rings, streams, chunk, target.shared_limit)
     elif target.shared_limit:
-        layout = static_layout(program, chain.rings, target.facts.get("tile_pad", 0), target.shared_limit)
+        turned = {} if target.facts["transposing_reads"] else program.turned()
+        layout = static_layout(program, chain.rings, target.facts["tile_pad"], target.shared_limit, turned)
     abi = scan_abi(spec, program, target.asynchronous)
     threads = target.scan_threads(streams)
     rows = sorted({chunk, chunk // 2, spec.dk} & {16, 32, 64, 128})
@@ -148,6 +151,7 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
             r.name: [program.tiles[t] for t in r.tiles if t != "rows" and not program.tiles[t].workspace]
             for r in chain.rings
         },
+        turned=turned,
         record=program.record,
         record_offsets=offsets,
         record_bytes=record_bytes,
@@ -189,8 +193,9 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
     abi = prepare_abi(spec, buffers)
     threads = target.threads[spec.features.gate]
     pad, teams = target.facts.get("tile_pad", 0), target.facts.get("teams", 1)
+    keys_alone = target.facts.get("queries_in_registers", False)
     shared_bytes = prepare_shared_bytes(
-        spec.features, context["C"], spec.dk, spec.dv, pad, teams, spec.saves, context["reach"]
+        spec.features, context["C"], spec.dk, spec.dv, pad, teams, spec.saves, context["reach"], keys_alone
     )
     if 0 < target.shared_limit < shared_bytes:
         raise ScheduleError(f"{shared_bytes} bytes of shared memory exceed the target's {target.shared_limit}")

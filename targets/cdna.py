@@ -6,8 +6,8 @@ from qla.targets.base import Schedule
 SCHEDULES = (
     Schedule(
         name="serial",
-        order=("save", "Sr", "U", "QS", "V", "rows", "W", "V2", "decay", "Vr", "O", "S", "out", "store"),
-        rings={"K Kt Q V A P rows": 1},
+        order=("save", "Sr", "U", "V", "W", "V2", "QS", "decay", "Vr", "rows", "O", "out", "store", "S"),
+        rings={"K Kt Q A P rows": 1, "V": 1},
         streams=4,
     ),
 )

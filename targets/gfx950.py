@@ -23,6 +23,8 @@ TARGET = Target(
         "scan_threads": SCAN_THREADS,
         "tile_pad": 4,  # numbers after each row of a tile in LDS
         "mfma_k": 16,  # of the 32x32 matrix product
+        "factors": "float",  # of rows: numbers of a block are multiplied before they are rounded
+        "queries_in_registers": True,  # in `prepare`, unless gates are per channel
         "bf16_conversion": True,
         "transposing_reads": True,
     },

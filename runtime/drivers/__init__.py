@@ -48,7 +48,7 @@ def tileable(tensor: torch.Tensor) -> bool:
     """Whether bulk tile loads can address `[B, T, H, D]` as it lies: contiguous and 16-byte aligned rows.
 
     A broadcast dimension (stride 0 over more than one element) is left to the strided loads: a tensor map has no
-    legal stride for it.
+    legal stride for it. So are tokens 64 MB apart: offsets within a chunk are 32 bits wide.
     """
     size = tensor.element_size()
     if tensor.data_ptr() % 16 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
@@ -56,7 +56,8 @@ def tileable(tensor: torch.Tensor) -> bool:
     steps = (
         stride * size for extent, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if extent > 1
     )
-    return all(step and step % 16 == 0 and step < 1 << 40 for step in steps)
+    near = tensor.shape[1] <= 1 or tensor.stride(1) * size < 1 << 26
+    return near and all(step and step % 16 == 0 and step < 1 << 40 for step in steps)
 
 
 def loads_of(target: str, tensors: Iterable[torch.Tensor]) -> Loads:

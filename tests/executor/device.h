@@ -11,7 +11,8 @@
 
 #define __global__
 #define __device__
-#define amdgpu_flat_work_group_size(least, most)  // clang takes it for kernels of a device alone
+#define amdgpu_flat_work_group_size(least, most)  // clang takes these for kernels of a device alone
+#define amdgpu_waves_per_eu(least)
 // `used`: the machine's calls may change it, which a compiler could otherwise rule out for a variable without a name.
 #define __shared__ static __attribute__((used, section("lds"), aligned(16)))
 
@@ -38,6 +39,7 @@ EXECUTOR_CALL void __builtin_amdgcn_s_barrier();
 EXECUTOR_CALL int __builtin_amdgcn_readfirstlane(int x);
 EXECUTOR_CALL int __builtin_amdgcn_ds_bpermute(int byte, int x);  // of lane byte / 4
 EXECUTOR_CALL void __builtin_amdgcn_s_waitcnt(int counts);
+#define __builtin_amdgcn_sched_barrier(mask) ((void)0)  // for the order of instructions alone
 
 // Each lane's `size` bytes at `from` go to LDS, one lane's after the other's from `to` on, at some time until the wave
 // has waited for them.

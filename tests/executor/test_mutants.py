@@ -32,17 +32,17 @@ EXPLAINED = {
     # Changes that reach both factors of a product, or nothing.
     "u32x2{pack(x[1], x[0]), pack(x[2], x[3])}": "both operands of decayed products: k runs in another order for both",
     "u32x2{pack(x[0], x[1]), pack(x[3], x[2])}": "likewise",
-    "row_of(i) <= rows ? x[i]": "the first row after the end: zero in A, P and the gates, and its output is not stored",
-    "row(n) <= rows ? x[n]": "likewise",
     "if ((thread_id() / 2) < C) {": "threads beyond the matrix work on memory behind it that nobody uses by then",
     "RECORD / 32 - 1": "what threads without a piece of the record load goes nowhere",
     "(low + high + 1 + 1) / 2": "still between the ends of the search, which takes any such place",
     "(low + 1 + high + 1) / 2": "likewise",
     "(row * COLUMNS + 1 + column) / 2": "columns of pairs are even",
     "column / 17 * 16": "zeros above the diagonal are multiplied too",
+    "q_norm[query] = wanted": "both waves of a square's rows have their norms, and both halves of each wave",
+    "i % (i <= 128 ? 4 : 8)": "128 is a multiple of both",
+    "number x[ROWS * COLUMNS];": "the matrix that is inverted takes more room than the keys in whose place it lies",
+    "(1e-6f + 1 + of_key)": "below the bar: the norms of the keys are well above 1",
     "x = args.lower_bound / (": "gates per head have no lower bound",
-    # Below the bar.
-    "bits + 1 + 0x7FFF": "halves are rounded the other way",
 }
 
 RAW: dict[str, Any] = {"use_gate_in_kernel": True}

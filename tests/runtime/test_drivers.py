@@ -111,6 +111,16 @@ def test_strides_beyond_a_tensor_map_are_not_tileable() -> None:
     assert not tileable(far)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "stride", "expected"), [(2, (1 << 25) - 64, True), (2, 1 << 25, False), (1, 1 << 25, True)]
+)
+def test_tokens_so_far_apart_that_offsets_would_be_long_are_not_tileable(
+    tokens: int, stride: int, expected: bool
+) -> None:
+    far = torch.empty(1, dtype=torch.bfloat16, device="meta").as_strided((1, tokens, 1, 64), (64, stride, 64, 1))
+    assert tileable(far) is expected
+
+
 def test_import_touches_no_vendor_package() -> None:
     code = (
         "import sys, qla, qla.runtime.plan, qla.runtime.drivers.cuda, qla.runtime.drivers.hip, torch;"

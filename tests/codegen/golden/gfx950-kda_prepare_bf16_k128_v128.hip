@@ -275,38 +275,28 @@ DEV void decayed_gram(float* QK, float* KK, SharedTile<C, K>& q, SharedTile<C, K
   }
 }
 
-// x (strictly lower, [C, LDL]) becomes (I + x)⁻¹: blocks of 16 by substitution, then pairs of inverted blocks are merged,
-// (X1 0; Y X2)⁻¹ = (X1⁻¹ 0; -X2⁻¹ Y X1⁻¹ X2⁻¹).
-template <int SIZE>
-DEV void merge_blocks(float* x) {
-  constexpr int COUNT = C * SIZE / 2 / 4 / THREADS ? C * SIZE / 2 / 4 / THREADS : 1;  // strips of four columns per thread
-#pragma unroll 1
-  for (int half = 0; half < 2; half++) {  // Y X1⁻¹, then -X2⁻¹ (Y X1⁻¹)
-    float strip[COUNT][4];
+// ---- x (strictly lower, [C, LDL]) becomes (I + x)⁻¹: blocks of 16 by substitution, then pairs of inverted blocks are
+//      merged, (X1 0; Y X2)⁻¹ = (X1⁻¹ 0; -X2⁻¹ Y X1⁻¹ X2⁻¹), on the matrix cores in float
+// d[16, 16] + a[16, 4] b[4, 16]: a lane gives number lane / 16 of row or column lane % 16.
+DEV f32x4 multiply(float a, float b, f32x4 d) { return __builtin_amdgcn_mfma_f32_16x16x4f32(a, b, d, 0, 0, 0); }
+// d + a b for squares of 16 that begin there; a square in registers has rows 4 (lane / 16) + (0 … 3) of column lane % 16.
+DEV f32x4 add_product(const float* a, const float* b, f32x4 d) {
+  const int lane = thread_id() & 63;
 #pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-      const int i = thread_id() + n * THREADS, row = i / (SIZE / 4) % SIZE, column = i % (SIZE / 4) * 4;
-      const int base = i / (SIZE / 4) / SIZE * 2 * SIZE;
-      strip[n][0] = strip[n][1] = strip[n][2] = strip[n][3] = 0.f;
-      if (base >= C) continue;
-      const float* a = x + (base + SIZE + row) * LDL + base + half * SIZE;  // Y or X2⁻¹
-      const float* b = x + (base + half * SIZE) * LDL + base + column;      // X1⁻¹ or Y X1⁻¹
-      // Blocks of 16 above the diagonal of an inverse are zero, and not in memory.
-      const int first = half ? 0 : column / 16 * 16, end = half ? row / 16 * 16 + 16 : SIZE;
-#pragma unroll 8
-      for (int m = first; m < end; m++)
-        for (int e = 0; e < 4; e++) strip[n][e] += a[m] * b[m * LDL + e];
-    }
-    sync();
+  for (int m = lane / 16, i = 0; i < 4; i++, m += 4) d = multiply(a[lane % 16 * LDL + m], b[m * LDL + lane % 16], d);
+  return d;
+}
+DEV f32x4 add_product(const float* a, f32x4 b, f32x4 d) {
+  const int lane = thread_id() & 63;
+  const f32x4 row = *(const f32x4*)(a + lane % 16 * LDL + lane / 16 * 4);
 #pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-      const int i = thread_id() + n * THREADS, row = i / (SIZE / 4) % SIZE, column = i % (SIZE / 4) * 4;
-      const int base = i / (SIZE / 4) / SIZE * 2 * SIZE;
-      if (base >= C) continue;
-      for (int e = 0; e < 4; e++) x[(base + SIZE + row) * LDL + base + column + e] = half ? -strip[n][e] : strip[n][e];
-    }
-    sync();
-  }
+  for (int i = 0; i < 4; i++) d = multiply(row[i], b[i], d);
+  return d;
+}
+DEV void put_negative(float* to, f32x4 d) {
+  const int lane = thread_id() & 63;
+#pragma unroll
+  for (int i = 0; i < 4; i++) to[(lane / 16 * 4 + i) * LDL + lane % 16] = -d[i];
 }
 DEV void solve_unit_lower(float* x) {
   const int block = thread_id() / 16 * 16, column = thread_id() % 16;
@@ -316,7 +306,7 @@ DEV void solve_unit_lower(float* x) {
     for (int i = 0; i < 16; i++) {
       y[i] = i == column ? 1.f : 0.f;
 #pragma unroll
-      for (int m = 0; m < i; m++) y[i] -= x[(block + i) * LDL + block + m] * y[m];
+      for (int m = 0; m < i; m++) y[i] = __builtin_fmaf(-x[(block + i) * LDL + block + m], y[m], y[i]);
     }
   }
   sync();
@@ -325,8 +315,35 @@ DEV void solve_unit_lower(float* x) {
     for (int i = 0; i < 16; i++) x[(block + i) * LDL + block + column] = y[i];
   }
   sync();
-  merge_blocks<16>(x);
-  if constexpr (C > 32) merge_blocks<32>(x);
+
+  // a wave to a pair of 16 rows each
+  const auto square = [&](int row, int column) { return x + 16 * row * LDL + 16 * column; };
+  const int j = wave(), n = 2 * j;
+  f32x4 first = {};
+  if (j < C / 32) first = add_product(square(n + 1, n + 1), add_product(square(n + 1, n), square(n, n), first), f32x4{});
+  sync();
+  if (j < C / 32) put_negative(square(n + 1, n), first);
+  sync();
+
+  // a wave to 16 columns of the pair of 32 rows each
+  first = 0.f;
+  f32x4 second = {};
+  if (j < 2) {
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      if (m < j) continue;  // zero
+      first = add_product(square(2, m), square(m, j), first);
+      second = add_product(square(3, m), square(m, j), second);
+    }
+    second = add_product(square(3, 3), second, add_product(square(3, 2), first, f32x4{}));
+    first = add_product(square(2, 2), first, f32x4{});
+  }
+  sync();
+  if (j < 2) {
+    put_negative(square(2, j), first);
+    put_negative(square(3, j), second);
+  }
+  sync();
 }
 
 // ---- numbers whose type the caller chose: 0 float, 1 bf16, 2 fp16
