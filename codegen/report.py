@@ -157,11 +157,10 @@ class Report:
         heads = value_heads(prepare.measured.spec)
         known = costs.prepare_us.get((features.delta, features.gate), {})
         found = []
-        if features.delta and features.gate == "head":  # the chain that was measured
-            alone = scan.time_with(1, 1).us
-            found.append(Check("scan, a workgroup alone on the chip", alone, costs.scan_chunk_us))
-            full = scan.time_with(1, self.chip.processors).us
-            found.append(Check("scan, one on each multiprocessor", full, costs.scan_full_chunk_us))
+        if features.delta:
+            alone, full = costs.scan_chunk_us[features.gate]
+            found.append(Check("scan, a workgroup alone on the chip", scan.time_with(1, 1).us, alone))
+            found.append(Check("scan, one on each multiprocessor", scan.time_with(1, self.chip.processors).us, full))
         if heads in known:
             time = prepare.time_with(prepare.measured.occupancy.workgroups, self.chip.processors)
             what = f"prepare, {heads} value heads of a group" if heads > 1 else "prepare"

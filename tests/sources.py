@@ -28,7 +28,7 @@ def declare(op: str, saves: bool = False, dk: int = 128, outputs: bool = True) -
     program, features = Program(), OPS[op]
     environment().get_template("kernels/scan.j2").render(
         delta=features.delta, gate=features.gate, saves=saves, outputs=outputs, loads="tile", C=64, K=dk, V=64,
-        columns=64, factors="half",
+        columns=64, factors="half", reach=False,
         tile=program.tile, vector=program.vector, register=program.register, step=program.step,
     )  # fmt: skip
     return program

@@ -184,7 +184,7 @@ def steps_of(text: str, case: Case) -> dict[str, Any]:
     program, features = Program(), OPS[case.op]
     render_module.environment().from_string(text).render(
         delta=features.delta, gate=features.gate, saves=case.saves, outputs=True, loads="tile", C=64, K=64, V=64,
-        columns=64, factors="half",
+        columns=64, factors="half", reach=False,
         tile=program.tile, vector=program.vector, register=program.register, step=program.step,
     )  # fmt: skip
     return program.steps

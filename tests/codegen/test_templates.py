@@ -18,7 +18,7 @@ from qla.codegen.spec import KernelSpec
 from qla.targets import TARGETS
 
 # `channel` is set from `gate`; `outputs` from the stage.
-FEATURES = {"delta", "gate", "channel", "saves", "loads", "outputs"}
+FEATURES = {"delta", "gate", "channel", "saves", "loads", "outputs", "reach"}  # and what follows from them on a target
 VALUES = {"none", "head", "channel", "tile", "strided"}
 VENDOR = re.compile(
     r"cuda|hip\b|nvidia|nvrtc|\bamd|hopper|cdna|rocm|zig|clang|target|vendor|sm_?\d|gfx\d|wgmma|mfma|\bmma\b|tma\b|"

@@ -37,6 +37,7 @@ EXPLAINED = {
     "(low + high + 1 + 1) / 2": "still between the ends of the search, which takes any such place",
     "(low + 1 + high + 1) / 2": "likewise",
     "(row * COLUMNS + 1 + column) / 2": "columns of pairs are even",
+    "after += lane + 1 + offset < C": "nothing comes after the last row, whose lane is then not asked",
     "column / 17 * 16": "zeros above the diagonal are multiplied too",
     "q_norm[query] = wanted": "both waves of a square's rows have their norms, and both halves of each wave",
     "i % (i <= 128 ? 4 : 8)": "128 is a multiple of both",

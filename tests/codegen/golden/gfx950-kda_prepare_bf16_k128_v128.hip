@@ -113,8 +113,12 @@ DEV float rsqrt_(float x) { return __builtin_amdgcn_rsqf(x); }
 #define FOR_EACH(i, n) for (int i = thread_id(); i < (n); i += THREADS)
 constexpr int LD = C + 4;   // floats from one row of a [C, C] matrix to the next
 constexpr int LDG = K + 8;  // likewise of a [C, K] matrix
+constexpr int TEAMS = 1;  // the workgroup
 constexpr int LDL = C + 4, LOWER = C * LDL;  // floats of a row and of all of a lower triangular matrix
 DEV int lower_at(int r, int c) { return r * LDL + c; }
+template <class T> DEV void put_lower(T& shared, int head, int r, int c, const float* l) {
+  *(TwoFloats*)(shared.L[head] + lower_at(r, c)) = TwoFloats{l[0], l[1]};
+}
 
 // ---- tiles in LDS
 typedef u32 Eight __attribute__((ext_vector_type(4), aligned(8)));  // numbers that lie side by side
@@ -346,6 +350,20 @@ DEV void solve_unit_lower(float* x) {
   sync();
 }
 
+// A of a head.
+template <class T>
+DEV void store_inverses(T& shared, int, void* to, i64 place) {
+  solve_unit_lower(shared.L[0]);
+  FOR_EACH(i, C * C / 8) {
+    const Place p = image_place<C, C>(i);
+    const EightFloats x = *(const EightFloats*)(shared.L[0] + lower_at(p.row, p.column));
+    const EightFloats beta = *(const EightFloats*)(shared.beta[0] + p.column);
+    float a[8];
+    for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? x.x[e] * beta.x[e] : 0.f;
+    store_eight(to, place * C * C / 8 + i, a);
+  }
+}
+
 // ---- numbers whose type the caller chose: 0 float, 1 bf16, 2 fp16
 DEV float load_number(const void* p, i64 at, int type) {
   return type == 0 ? ((const float*)p)[at] : type == 1 ? from_bf16(((const u16*)p)[at]) : from_fp16(((const u16*)p)[at]);
@@ -383,13 +401,13 @@ DEV void put_row(void* rows, i64 place, int vector, int at, float x) {
 struct Shared {
   union {
     struct { SharedTile<C, K> q, k; };  // tokens of the chunk, zero after the sequence's end
-    alignas(16) float L[LOWER];         // once their products are known
+    alignas(16) float L[TEAMS][LOWER];  // once their products are known
   };
   float KK[C * LD];
   float G[C * LDG];  // sums of the gates
   float run_sums[C / 16 * K];
   float QK[C * LD];
-  alignas(16) float beta[C];
+  alignas(16) float beta[1][C];
   float q_norm[C], k_norm[C];
 };
 
@@ -499,7 +517,7 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
   load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
   load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
   const i64 beta = sequence.batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h;
-  FOR_ROWS(r) shared.beta[r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
+  FOR_ROWS(r) shared.beta[0][r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
   const i64 g = sequence.batch * args.g_stride_b + token * args.g_stride_t + value_head * args.g_stride_h;
   const Decays decays = take_gates(shared, args, g, rows, value_head);
   sync_tiles();
@@ -508,7 +526,7 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
   //      the products of those decayed to one another P and L
   decayed_products(
       shared, decays, args, place,
-      [&](int r) { return Row{args.scale * shared.q_norm[r], shared.beta[r] * shared.k_norm[r]}; },
+      [&](int r) { return Row{args.scale * shared.q_norm[r], shared.beta[0][r] * shared.k_norm[r]}; },
       [&](int c) { return Column{shared.k_norm[c]}; },
       [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
         float p[2], l[2];
@@ -517,22 +535,13 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
           p[e] = c + e <= r ? q_factor * qk[e] : 0.f;
           l[e] = c + e < r ? k_factor * kk[e] : 0.f;
         }
-        *(TwoFloats*)(shared.L + lower_at(r, c)) = TwoFloats{l[0], l[1]};
+        put_lower(shared, 0, r, c, l);
         store_pair(args.ws_p, place * C * C / 2 + image_pair<C, C>(r, c), p[0], p[1]);
       });
   FOR_EACH(d, K) put_row(args.ws_rows, place, DECAY, row_place<K>(d), exp_(sum_of_gates(shared, d)));
   sync();
 
   // ---- A = (I + L)⁻¹ diag(b)
-  solve_unit_lower(shared.L);
-  sync();
-  FOR_EACH(i, C * C / 8) {
-    const Place p = image_place<C, C>(i);
-    const EightFloats x = *(const EightFloats*)(shared.L + lower_at(p.row, p.column));
-    const EightFloats beta = *(const EightFloats*)(shared.beta + p.column);
-    float a[8];
-    for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? x.x[e] * beta.x[e] : 0.f;
-    store_eight(args.ws_a, place * C * C / 8 + i, a);
-  }
+  store_inverses(shared, 1, args.ws_a, place);
 }
 static_assert(sizeof(Shared) <= 106496, "more LDS than the launch was told");

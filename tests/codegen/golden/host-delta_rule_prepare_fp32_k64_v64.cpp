@@ -103,13 +103,15 @@ static void multiply(float* d, const float* t, int row_stride, int inner_stride,
 #define FOR_EACH(i, n) for (int i = 0; i < (n); i++)
 DEV void sync() {}
 DEV void sync_tiles() {}
-// The workgroup is one team.
-constexpr int TEAMS = 1;
+constexpr int TEAMS = 1;  // the workgroup
 #define FOR_TEAM(i, n) FOR_EACH(i, n)
 DEV int team() { return 0; }
 DEV void sync_team() { sync(); }
 constexpr int LDL = C, LOWER = C * LDL;  // floats of a row and of all of a lower triangular matrix
 DEV int lower_at(int r, int c) { return r * LDL + c; }
+template <class T> DEV void put_lower(T& shared, int head, int r, int c, const float* l) {
+  *(TwoFloats*)(shared.L[head] + lower_at(r, c)) = TwoFloats{l[0], l[1]};
+}
 
 // ---- tiles
 template <int ROWS, int COLUMNS>
@@ -184,25 +186,28 @@ static void solve_unit_lower(float* x) {
   }
 }
 
-// P of a chunk, by its pairs f.
-template <class T, class R, class S, class F>
-DEV void store_matrix(T&, void* to, i64 place, Products& products, R row, S column, F f) {
-  for_pairs(products, row, column, [&](int r, int c, auto of_row, const auto* columns, float* qk, float* kk) {
-    const TwoFloats p = f(r, c, of_row, columns, qk, kk);
-    store_pair(to, place * C * C / 2 + image_pair<C, C>(r, c), p.x[0], p.x[1]);
-  });
-}
 // A of a head.
-DEV void store_inverses(float (&L)[TEAMS][LOWER], float (&betas)[TEAMS][C], int, void* to, i64 place) {
-  solve_unit_lower(L[0]);
+template <class T>
+DEV void store_inverses(T& shared, int, void* to, i64 place) {
+  solve_unit_lower(shared.L[0]);
   FOR_EACH(i, C * C / 8) {
     const Place p = image_place<C, C>(i);
-    const EightFloats x = *(const EightFloats*)(L[0] + lower_at(p.row, p.column));
-    const EightFloats beta = *(const EightFloats*)(betas[0] + p.column);
+    const EightFloats x = *(const EightFloats*)(shared.L[0] + lower_at(p.row, p.column));
+    const EightFloats beta = *(const EightFloats*)(shared.beta[0] + p.column);
     float a[8];
     for (int e = 0; e < 8; e++) a[e] = p.column + e <= p.row ? x.x[e] * beta.x[e] : 0.f;
     store_eight(to, place * C * C / 8 + i, a);
   }
+}
+
+// P of a chunk, by its pairs f.
+template <class T, class R, class S, class F>
+DEV void store_matrix(T& shared, int head, void* to, i64 place, Products& products, R row, S column, F f) {
+  for_pairs(products, row, column, [&](int r, int c, auto of_row, const auto* columns, float* qk, float* kk) {
+    const auto x = f(r, c, of_row, columns, qk, kk);
+    put_lower(shared, head, r, c, x.l);
+    store_pair(to, place * C * C / 2 + image_pair<C, C>(r, c), x.p[0], x.p[1]);
+  });
 }
 
 // ---- numbers whose type the caller chose: 0 float, 1 bf16, 2 fp16
@@ -238,6 +243,7 @@ struct Shared {
 // What P and L take from a row and a column.
 struct Row { float G, beta; };
 struct Column { float G; };
+struct Pairs { float p[2], l[2]; };  // of neighbours
 
 // Slot of a chunk -> its sequence: the last one whose first slot is not after it.
 DEV Sequence sequence_of_slot(const Args& args, int slot) {
@@ -311,7 +317,7 @@ static void workgroup(const Args& args, int block) {
   const i64 first_place = (i64)slot * args.value_heads + base;
   for (int t = 0; t < count; t++) {
     store_matrix(
-        shared, args.ws_p, first_place + t, products,
+        shared, t, args.ws_p, first_place + t, products,
         [&](int r) { return Row{0.f, shared.beta[t][r]}; },
         [&](int c) { return Column{0.f}; },
         [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
@@ -321,14 +327,13 @@ static void workgroup(const Args& args, int block) {
             p[e] = c + e <= r ? q_factor * qk[e] : 0.f;
             l[e] = c + e < r ? k_factor * kk[e] : 0.f;
           }
-          *(TwoFloats*)(shared.L[t] + lower_at(r, c)) = TwoFloats{l[0], l[1]};
-          return TwoFloats{p[0], p[1]};
+          return Pairs{ {p[0], p[1]}, {l[0], l[1]}};
         });
   }
   sync();
 
   // ---- A = (I + L)⁻¹ diag(b)
-  store_inverses(shared.L, shared.beta, count, args.ws_a, first_place);
+  store_inverses(shared, count, args.ws_a, first_place);
 }
 
 extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k64_v64(const Args* args, int begin, int end) {

@@ -415,7 +415,7 @@ struct Ring {
     }
   }
 };
-struct Ring_K : Ring<3, 108080> {
+struct Ring_K : Ring<3, 108128> {
   DEV Tile<64, 128> K() const {
     return {shared + slot * 24576};
   }
@@ -428,11 +428,12 @@ struct Ring_K : Ring<3, 108080> {
     DEV Shared<128> left() const { return {address}; }
     DEV Shared<256> out() const { return {address}; }
     DEV Shared<512> decay() const { return {address}; }
+    DEV Shared<528> reach() const { return {address}; }
   };
-  DEV u32 rows_address() const { return shared + 106496 + slot * 528; }
+  DEV u32 rows_address() const { return shared + 106496 + slot * 544; }
   DEV Rows rows() const { return {rows_address()}; }
 };
-struct Ring_A : Ring<3, 108128> {
+struct Ring_A : Ring<3, 108176> {
   DEV LowerTile<64> A() const {
     return {{shared + 73728 + slot * 8192}};
   }
@@ -448,7 +449,7 @@ template <class R> DEV void release(R& ring) {
 
 constexpr int STREAMS = 1;  // column blocks of 64 in a workgroup
 // Bytes into shared memory.
-constexpr int TAIL_BARRIER = 108192;
+constexpr int TAIL_BARRIER = 108240;
 
 // A box that reaches past the sequence holds another one's rows: make them zero. Whole warp.
 DEV void clear_rows(u32 tile, int columns, int rows) {
@@ -458,6 +459,25 @@ DEV void clear_rows(u32 tile, int columns, int rows) {
   }
 }
 
+// Of a segment of so many chunks, the first ones before whose end a state does not matter to the segment's: what is left of
+// it is below 2^-258 of it, by the decays, with a bit a chunk for rounding. A float is below 2^128, sums of K = 128 of them
+// at most 2^4 times one's norm, and what is below 2^-126 counts as zero: nothing that float holds would be there. Whole warp.
+DEV int chunks_out_of_reach(const Args& args, int slot, int chunks, int value_head, int lane) {
+  float total = 0.f;
+  for (int end = chunks; end > 0; end -= 32) {
+    const int n = end - 1 - lane;
+    float left = n < 0 ? 0.f : 1.f + *(const float*)((const char*)args.ws_rows + ((i64)(slot + n) * args.value_heads + value_head) * 544 + 528);
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+      const float later = __shfl_up_sync(~0u, left, d);
+      if (lane >= d) left += later;
+    }
+    const u32 gone = __ballot_sync(~0u, n >= 0 && total + left < -258.f);
+    if (gone) return end - __ffs(gone);
+    total += __shfl_sync(~0u, left, 31);
+  }
+  return 0;
+}
 extern "C" __global__ void __launch_bounds__(192, 2) gated_delta_rule_carry_bf16_k128_v128(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
@@ -474,8 +494,15 @@ extern "C" __global__ void __launch_bounds__(192, 2) gated_delta_rule_carry_bf16
   if (segment.rows.length < 0 || segment.last) return;
   const bool values = split * STREAMS * 64 < V;
   if (segment.first && !values) return;
-  const Sequence sequence = segment.rows;
-  const int chunks = (sequence.length + C - 1) / C;
+  Sequence sequence = segment.rows;
+  int chunks = (sequence.length + C - 1) / C;
+  // What was there before `skipped` chunks were over is gone at the segment's end.
+  const int skipped = chunks_out_of_reach(args, sequence.slot, chunks, value_head, lane);
+  const bool known = segment.first && !skipped;
+  if (skipped) sequence.start += skipped * C, sequence.slot += skipped, sequence.length -= skipped * C, chunks -= skipped;
+  if (split * STREAMS * 64 == V && threadIdx.x == 0)
+    ((int*)args.ws_carry)[((i64)(n_segment * args.value_heads + value_head) + 1) * (K * (V + K) + 4) - 4] = !skipped;
+  if (skipped && !values) return;
 
   // ---- rings and barriers
   Ring_K ring_K{ {shared} };
@@ -508,12 +535,12 @@ extern "C" __global__ void __launch_bounds__(192, 2) gated_delta_rule_carry_bf16
           barrier_wait(ring_K.empty(), ring_K.phase ^ 1);
           const u32 full = tail ? shared + TAIL_BARRIER : ring_K.full();
           if (lane == 0) {
-            barrier_expect(full, values ? 25104 : 16912);
+            barrier_expect(full, values ? 25120 : 16928);
             load_box(ring_K.K().address, args.k_map, 0, head, token, sequence.batch, full);
             load_box(ring_K.K().address + 8192, args.k_map, 64, head, token, sequence.batch, full);
             if (values) for (int s = 0; s < STREAMS; s++)
               load_box(ring_K.V(s).address, args.v_map, (split * STREAMS + s) * 64, value_head, token, sequence.batch, full);
-            copy_bulk(ring_K.rows_address(), (const char*)args.ws_rows + slot * 528, 528, full);
+            copy_bulk(ring_K.rows_address(), (const char*)args.ws_rows + slot * 544, 544, full);
           }
           if (tail) {
             barrier_wait(full, tail_phase);
@@ -551,7 +578,7 @@ extern "C" __global__ void __launch_bounds__(192, 2) gated_delta_rule_carry_bf16
   Operand<64> X;
   HalfRows<64> left;
   HalfRows<64> minus_in;
-  if (segment.first && args.initial_state) {
+  if (known && args.initial_state) {
     const float* from = (const float*)args.initial_state + segment.n_sequence * args.initial_stride_n + value_head * args.initial_stride_h;
     for_each(S, [&](i64 k, i64 v, float& x) { x = from[k * args.initial_stride_k + (column + v) * args.initial_stride_v]; });
   } else {
@@ -596,6 +623,6 @@ extern "C" __global__ void __launch_bounds__(192, 2) gated_delta_rule_carry_bf16
   }
   int block = blockIdx.x / SPLITS;
   asm volatile("" : "+r"(block));  // as in for_each
-  float* to = (float*)args.ws_carry + (i64)block * K * (V + K) + column;
+  float* to = (float*)args.ws_carry + (i64)block * (K * (V + K) + 4) + column;
   for_each(S, [&](i64 k, i64 v, float x) { to[k * (V + K) + v] = x; });
 }

@@ -95,19 +95,22 @@ extern "C" __global__ void __launch_bounds__(K, 1) gated_delta_rule_combine_bf16
   const int segments = (sequence.length + C * args.segment_chunks - 1) / (C * args.segment_chunks);
   const i64 first = first_segment(args, n_sequence);
 
-  // ---- M and N of segment n, asked for before they are needed
+  // ---- M and N of segment n, asked for before they are needed; M only where it is not zero
   float4 N[COLUMNS / 4];
-  auto fetch = [&](int n) {
-    const float* carry = (const float*)args.ws_carry + ((first + n) * args.value_heads + value_head) * K * (V + K);
+  auto carry_of = [&](int n) { return (const float*)args.ws_carry + ((first + n) * args.value_heads + value_head) * (K * (V + K) + 4); };
+  auto has_M = [&](int n) { return n > 0 && n + 1 < segments && *(const int*)(carry_of(n) + K * (V + K)); };
+  bool multiply = false, next = has_M(1);  // of this step and of the next one
+  auto fetch = [&](int n, bool wanted) {
+    const float* carry = carry_of(n);
 #pragma unroll 8
-    for (int i = threadIdx.x; n > 0 && i < K * K / 4; i += K) {
+    for (int i = threadIdx.x; wanted && i < K * K / 4; i += K) {
       const int r = i / (K / 4), piece = i % (K / 4);
       copy(&shared.M[n & 1][r][piece ^ (r & 7)], carry + r * (V + K) + V + 4 * piece);
     }
 #pragma unroll
     for (int i = 0; i < COLUMNS / 4; i++) N[i] = *(const float4*)(carry + row * (V + K) + column + 4 * i);
   };
-  if (segments > 1) fetch(0);
+  if (segments > 1) fetch(0, false);
 
   float state[COLUMNS] = {};
   for (int n = 0; n + 1 < segments; n++) {
@@ -119,11 +122,12 @@ extern "C" __global__ void __launch_bounds__(K, 1) gated_delta_rule_combine_bf16
       state[4 * i] = N[i].x, state[4 * i + 1] = N[i].y, state[4 * i + 2] = N[i].z, state[4 * i + 3] = N[i].w;
     }
     __syncthreads();
-    if (n + 2 < segments) fetch(n + 1);
+    if (n + 2 < segments) fetch(n + 1, next);
+    const bool after_next = has_M(n + 2);
 
     // ---- S = M S + N
 #pragma unroll 4
-    for (int piece = 0; n > 0 && piece < K / 4; piece++) {
+    for (int piece = 0; multiply && piece < K / 4; piece++) {
       const float4 four = shared.M[n & 1][row][piece ^ (row & 7)];
       const float m[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
@@ -138,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(K, 1) gated_delta_rule_combine_bf16
 #pragma unroll
     for (int i = 0; i < COLUMNS / 4; i++)
       *(float4*)(to + 4 * i) = make_float4(state[4 * i], state[4 * i + 1], state[4 * i + 2], state[4 * i + 3]);
+    multiply = next, next = after_next;
     __syncthreads();  // all have read S and M
   }
 }

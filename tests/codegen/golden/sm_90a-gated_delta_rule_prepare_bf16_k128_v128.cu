@@ -101,6 +101,12 @@ DEV float exp2_(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
+DEV float log2_(float x) { return __log2f(x); }
+DEV float sum_team(float x) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
 DEV float log1p_(float x) { return log1pf(x); }
 DEV float rsqrt_(float x) { return rsqrtf(x); }
 
@@ -110,9 +116,9 @@ constexpr int TEAMS = THREADS / 32;  // of a warp
 DEV int team() { return ((threadIdx.x >> 5) + blockIdx.x) % TEAMS; }
 #define FOR_TEAM(i, n) for (int i = threadIdx.x & 31; i < (n); i += 32)
 DEV void sync_team() { __syncwarp(); }
-// A lower triangular matrix: the blocks of 16 on and below its diagonal, block row after block row, rows of 20 floats.
-constexpr int LOWER = (C / 16) * (C / 16 + 1) / 2 * 320;
-DEV int lower_at(int r, int c) { return ((r >> 4) * ((r >> 4) + 1) / 2 + (c >> 4)) * 320 + (r & 15) * 20 + (c & 15); }
+template <int N> struct Number { static constexpr int value = N; };
+// Of a matrix: bytes of it, and to parts of it.
+constexpr int MATRIX = 12 * 1024, ROOM = 6 * 1024, DIAGONAL = 8 * 1024;
 
 // ---- tiles in shared memory
 struct __align__(16) Eight { u32 x[4]; };
@@ -143,6 +149,7 @@ DEV void load_tile(SharedTile<C, COLUMNS>& to, const number* from, i64 stride_t,
 }
 DEV void sync_tiles() {
   asm volatile("cp.async.wait_all;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads them
   __syncthreads();
 }
 
@@ -181,156 +188,339 @@ DEV u32 rows_at(u32 q, u32 k, int row, int lane = threadIdx.x & 31) {
   const int piece = lane >> 4;
   return (lane & 8 ? k : q) + row * 128 + ((piece ^ (row & 7)) << 4);
 }
-
-// ---- products of the pairs of rows c <= r, in squares of eight rows and columns, nine for each warp: warp w has those of
-//      the rows of blocks w and 7 - w, first the latter's
-struct Products {
-  float x[9][4];  // q k of two neighbours, then k k
-  int thread;     // addresses are made from it: once for all heads, and not carried through all of the kernel
-  DEV int warp() const { return thread >> 5; }
-  DEV int row() const { return (thread & 31) >> 2; }
-  DEV int column() const { return (thread & 3) * 2; }
-  DEV bool late(int s) const { return s < 5 || (s < 8 && s <= 7 - warp()); }
-  DEV int row_block(int s) const { return late(s) ? 7 - warp() : warp(); }
-  DEV int column_block(int s) const { return late(s) ? s : 8 - s; }
-  DEV bool on_diagonal(int s) const { return s > 3 && row_block(s) == column_block(s); }
-};
-// Also 1 / ‖x‖ of the rows, 1 unless `wanted`.
-DEV Products gram(SharedTile<C, K>& q, SharedTile<C, K>& k, bool wanted, float* q_norm, float* k_norm) {
-  Products p;
-  p.thread = threadIdx.x;
-  asm volatile("" : "+r"(p.thread));
-  p.thread &= THREADS - 1;
-  const int lane = p.thread & 31;
-  const u32 from_q = shared_address(q.x), from_k = shared_address(k.x);
-  const u32 rows = rows_at(from_q, from_k, lane & 7, lane), keys = keys_at(from_k, lane & 7, lane);
-  const u32 late = rows + (7 - p.warp()) * 1024, early = rows + p.warp() * 1024;
+DEV void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// A thread's row of a chunk, half of the threads q's, with its gate, the others k's, with beta.
+DEV void prefetch_row(const Args& args, int batch, i64 token, int head, int value_head) {
+  token += threadIdx.x % C;
+  if (token >= args.tokens) return;
+  const bool of_q = threadIdx.x < C;
+  const number* x = of_q ? rows_of((const number*)args.q, batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h) : rows_of((const number*)args.k, batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
 #pragma unroll
-  for (int s = 0; s < 9; s++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) p.x[s][e] = 0.f;
-#pragma unroll 1
-  for (u32 box = 0; box < K / 64 * C * 128; box += C * 128)
-#pragma unroll 1
-  for (u32 turn = 0; turn < 128; turn += 64) {
-    u32 a_late[2][4], a_early[2][4], first[4];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      load_matrices(a_late[h], (late ^ turn ^ 32 * h) + box);
-      load_matrices(a_early[h], (early ^ turn ^ 32 * h) + box);
-    }
-    load_matrices(first, (keys ^ turn) + box);
-#pragma unroll
-    for (int s = 0; s < 9; s++) {
-      u32 b[4];
-      if (s == 0 || s == 8) {
-        mma(p.x[s], s ? a_early[0] : a_late[0], first);
-        mma(p.x[s], s ? a_early[1] : a_late[1], first + 2);
-        continue;
-      }
-      load_matrices(b, (keys ^ turn) + p.column_block(s) * 1024 + box);
-      if (s < 5) {
-        mma(p.x[s], a_late[0], b);
-        mma(p.x[s], a_late[1], b + 2);
-        continue;
-      }
-      u32 a[2][4];
-#pragma unroll
-      for (int h = 0; h < 2; h++) load_matrices(a[h], (late ^ turn ^ 32 * h) + (p.row_block(s) - p.row_block(0)) * 1024 + box);
-      mma(p.x[s], a[0], b);
-      mma(p.x[s], a[1], b + 2);
-    }
-  }
-
-  // The squares of rows are on the diagonal: those of k are there already.
-  const bool mine = p.column() == (p.row() & 6), odd = p.row() & 1;
-#pragma unroll
-  for (int s = 4; s < 9; s++)
-    if (mine && p.on_diagonal(s))
-      k_norm[8 * p.row_block(s) + p.row()] = wanted ? rsqrt_(1e-6f + (odd ? p.x[s][3] : p.x[s][2])) : 1.f;
-#pragma unroll 1
-  for (int h = 0; h < 2; h++) {
-    const int block = h ? p.warp() : 7 - p.warp();
-    float squares[4] = {};
-    if (wanted) {
-      const u32 same = keys_at(from_q, lane & 7, lane) + block * 1024;
-#pragma unroll
-      for (int d = 0; d < K; d += 32) {
-        const u32 turn = d & 32 ? 64 : 0, box = d / 64 * C * 128;
-        u32 a[4], b[4];
-        load_matrices(b, (same ^ turn) + box);
-        load_matrices(a, ((rows + block * 1024) ^ turn) + box);
-        mma(squares, a, b);
-        load_matrices(a, ((rows + block * 1024) ^ turn ^ 32) + box);
-        mma(squares, a, b + 2);
-      }
-    }
-    if (mine) q_norm[8 * block + p.row()] = wanted ? rsqrt_(1e-6f + (odd ? squares[1] : squares[0])) : 1.f;
-  }
-  return p;
-}
-// Calls f(r, c, row(r), {column(c), column(c + 1)}, q k, k k, s) for the pairs of neighbours that this lane holds of the
-// products: one of each square s.
-template <class R, class S, class F> DEV void for_squares(Products& p, R row, S column, F f) {
-  const decltype(row(0)) late = row(8 * (7 - p.warp()) + p.row()), early = row(8 * p.warp() + p.row());
-  decltype(column(0)) columns[9][2];  // all read before f writes anything
-#pragma unroll
-  for (int s = 0; s < 9; s++)
-#pragma unroll
-    for (int e = 0; e < 2; e++) columns[s][e] = column(8 * p.column_block(s) + p.column() + e);
-#pragma unroll
-  for (int s = 0; s < 9; s++) {
-    const int r = 8 * p.row_block(s) + p.row(), c = 8 * p.column_block(s) + p.column();
-    if (s < 4) __builtin_assume(c + 1 < r);
-    f(r, c, p.late(s) ? late : early, columns[s], p.x[s], p.x[s] + 2, s);
-  }
-}
-template <class R, class S, class F> DEV void for_pairs(Products& p, R row, S column, F f) {
-  for_squares(p, row, column, [&](int r, int c, auto of_row, const auto* columns, float* qk, float* kk, int) {
-    f(r, c, of_row, columns, qk, kk);
-  });
+  for (int d = 0; d < K; d += 64) prefetch_line(x + d);
+  if (of_q) prefetch_line((const char*)args.g + (batch * args.g_stride_b + token * args.g_stride_t + value_head * args.g_stride_h) * (args.g_type ? 2 : 4));
+  if (!of_q) prefetch_line((const char*)args.beta + (batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h) * (args.beta_type ? 2 : 4));
 }
 
-// ---- squares of 16-bit numbers, one number pair of each to a lane, become rows of 16 bytes
+// ---- blocks of 16 columns of 16-bit numbers, a pair of each square of eight to a lane, become rows
 DEV void store_matrices(u32 address, const u32* x) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4};"
                ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
-// Lane l gets row l / 4 of square l % 4 of four.
-DEV uint4 turn_squares(uint4* room, int lane, const u32* x) {
-  const int row = lane & 7, square = lane >> 3;
+// This lane's row of block 0 of 16 rows of an image; those of block j are at `^ 32 * j`.
+DEV u32 image_block(u32 image, int lane) { return image + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4); }
+// From shared to global memory, by one lane, on its way; nothing may be written there before `stored`.
+DEV void store_bulk(void* to, u32 from, int bytes) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
-  store_matrices(shared_address(room + row * 4 + (square ^ row >> 1)), x);
-  __syncwarp();
-  return room[lane ^ (lane >> 3 & 3)];
+  if ((threadIdx.x & 31) == 0)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
 }
-// P of a chunk, by its pairs f; zero above them.
-template <class T, class R, class S, class F>
-DEV void store_matrix(T& shared, void* to, i64 place, Products& products, R row, S column, F f) {
-  u32 x[9];
-  for_squares(products, row, column, [&](int r, int c, auto of_row, const auto* columns, float* qk, float* kk, int s) {
-    const TwoFloats p = f(r, c, of_row, columns, qk, kk);
-    x[s] = pack(p.x[0], p.x[1]);
-  });
-  char* image = (char*)to + place * C * C * 2;
-  int thread = products.thread;
-  asm volatile("" : "+r"(thread));  // addresses are made here, not carried from head to head in registers
-  const int warp = products.warp(), lane = thread & 31, turned = thread & 3, r = products.row();
+DEV void stored() {
+  if ((threadIdx.x & 31) == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  __syncwarp();
+}
+
+// ---- (I + L)⁻¹ in blocks of 16, on the tensor cores: numbers are sums of two in bf16, which together have 16 bits. Blocks on
+//      the diagonal are inverted by substitution, then X_ij = -(X_ii L_ij + … + X_i,j+1 L_j+1,j) X_jj, a row by one warp.
+//      A matrix is in shared memory as L's blocks below the diagonal, each of high parts and of rests; room for 16 rows of an
+//      image; the blocks on the diagonal, L in float, then X transposed as L. Rows of blocks are 32 bytes, whose halves change
+//      places every four rows. In the end the image of A takes the place of all but the diagonal.
+DEV constexpr int below(int i, int j) { return (i * (i - 1) / 2 + j) * 1024; }
+DEV u32 pack_bf16(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+DEV float rest_of(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xFFFF0000); }
+DEV u32 high_pair(float lo, float hi) { return __byte_perm(__float_as_uint(lo), __float_as_uint(hi), 0x7632); }
+struct Split { u32 high[4], low[4]; };  // a block, as an operand
+DEV Split split(const float* x) {
+  Split s;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    s.high[i] = high_pair(x[2 * i], x[2 * i + 1]);
+    s.low[i] = pack_bf16(rest_of(x[2 * i]), rest_of(x[2 * i + 1]));
+  }
+  return s;
+}
+// Where this lane's row of a block is: of L, and of X.
+DEV u32 lower_row(int lane) { return (lane & 15) * 32 + ((lane >> 4 ^ lane >> 2 & 1) << 4); }
+DEV u32 inverse_row(int lane) { return (lane & 7) * 32 + (lane >> 4) * 256 + ((lane >> 3 & 1 ^ lane >> 2 & 1) << 4); }
+DEV void put_block(u32 matrix, int i, int j, const float (&l)[4][2], int lane) {
+  const Split s = split(l[0]);
+  const u32 at = matrix + (i * (i - 1) / 2 + j) * 1024 + lower_row(lane);
+  store_matrices(at, s.high);
+  store_matrices(at + 512, s.low);
+}
+DEV void put_diagonal(u32 matrix, int i, const float (&l)[4][2], int lane) {
+  const u32 at = matrix + DIAGONAL + i * 1024 + (lane >> 2) * 64 + ((lane & 3) * 8 ^ (lane >> 3 & 3) << 4);
+#pragma unroll
+  for (int e = 0; e < 4; e++)
+    asm volatile("st.shared.v2.f32 [%0], { %1, %2};" ::"r"((at ^ (e >> 1) * 32) + (e & 1) * 512), "f"(l[e][0]), "f"(l[e][1]) : "memory");
+}
+// Two blocks on the diagonal, half a warp and 1024 bytes to each.
+DEV void invert_blocks(u32 blocks, int lane) {
+  const int column = lane & 15;
+  const u32 block = blocks + (lane >> 4) * 1024;
+  float y[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    float sums[4] = {i == column ? 1.f : 0.f};
+#pragma unroll
+    for (int m = 0; m < i; m += 4) {
+      float row[4];
+      asm volatile("ld.shared.v4.f32 { %0, %1, %2, %3}, [%4];"
+                   : "=f"(row[0]), "=f"(row[1]), "=f"(row[2]), "=f"(row[3]) : "r"(block + i * 64 + ((m >> 2 ^ i >> 1 & 3) << 4)));
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (m + e < i) sums[e] -= row[e] * y[m + e];
+    }
+    y[i] = sums[0] + sums[1] + (sums[2] + sums[3]);
+  }
+  __syncwarp();
 #pragma unroll
   for (int n = 0; n < 2; n++) {
-    const uint4 piece = turn_squares(shared.turned[warp], lane, x + 4 * n);
-    const int s = 4 * n + turned;
-    const bool late = n == 0 || s <= 7 - warp;
-    const int block = late ? 7 - warp : warp, at = late ? s : 8 - s;
-    *(uint4*)(image + (8 * block + r) * 128 + ((at ^ r) << 4)) = piece;
+    const Split s = split(y + 8 * n);
+    const u32 at = block + column * 32 + ((n ^ column >> 2 & 1) << 4);
+    asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4};" ::"r"(at), "r"(s.high[0]), "r"(s.high[1]), "r"(s.high[2]), "r"(s.high[3]) : "memory");
+    asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4};" ::"r"(at + 512), "r"(s.low[0]), "r"(s.low[1]), "r"(s.low[2]), "r"(s.low[3]) : "memory");
   }
-  *(u32*)(image + tile_offset(C, 8 * warp + r, products.column())) = x[8];
+}
+template <bool TURNED> DEV void load_block(u32* x, u32 at) {
+  if constexpr (TURNED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+  else load_matrices(x, at);
+}
+template <bool TURNED> DEV Split load_split(u32 at) {
+  Split s;
+  load_block<TURNED>(s.high, at);
+  load_block<TURNED>(s.low, at + 512);
+  return s;
+}
+DEV void mma_bf16(float* d, const u32* a, const u32* b) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+DEV void multiply_blocks(float (&d)[8], const Split& a, const Split& b) {
 #pragma unroll
-  for (int i = 0; i < C * C / 8; i += THREADS) {
-    const int at = i + thread;
-    const Place p = image_place<C, C>(at);
-    if (p.column > p.row) ((uint4*)image)[at] = make_uint4(0, 0, 0, 0);
+  for (int n = 0; n < 2; n++) mma_bf16(d + 4 * n, a.low, b.high + 2 * n);
+#pragma unroll
+  for (int n = 0; n < 2; n++) mma_bf16(d + 4 * n, a.high, b.low + 2 * n);
+#pragma unroll
+  for (int n = 0; n < 2; n++) mma_bf16(d + 4 * n, a.high, b.high + 2 * n);
+}
+// Block rows (a bit of ROWS each) of A = X diag(b), in the image that takes the matrix's place once `all_read` returns.
+template <int ROWS, class F>
+DEV void make_rows(u32 matrix, const float* betas, int lane, F all_read) {
+  const u32 diagonal = matrix + DIAGONAL + inverse_row(lane), lower = matrix + lower_row(lane);
+  Split x[4][4];    // X_i,i-t
+  u32 a[4][4][4];  // A_i,i-t
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (ROWS >> i & 1) x[i][0] = load_split<true>(diagonal + 1024 * i);
+#pragma unroll
+  for (int t = 1; t < 4; t++)
+#pragma unroll
+    for (int i = 3; i >= t; i--) {
+      if (!(ROWS >> i & 1)) continue;
+      const int j = i - t;
+      float sum[8] = {}, product[8] = {};
+#pragma unroll
+      for (int m = 0; m < t; m++) multiply_blocks(sum, x[i][m], load_split<true>(lower + below(i - m, j)));
+      multiply_blocks(product, split(sum), load_split<false>(diagonal + 1024 * j));
+#pragma unroll
+      for (int e = 0; e < 8; e++) product[e] = -product[e];
+      x[i][t] = split(product);
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const TwoFloats beta = *(const TwoFloats*)(betas + 16 * j + 8 * n + (lane & 3) * 2);
+#pragma unroll
+        for (int h = 0; h < 2; h++) a[i][t][2 * n + h] = pack(product[4 * n + 2 * h] * beta.x[0], product[4 * n + 2 * h + 1] * beta.x[1]);
+      }
+    }
+  all_read();
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (!(ROWS >> i & 1)) continue;
+    float own[8];
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const TwoFloats beta = *(const TwoFloats*)(betas + 16 * i + 8 * n + (lane & 3) * 2);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const u32 high = x[i][0].high[2 * n + h], low = x[i][0].low[2 * n + h];
+        float* const pair = own + 4 * n + 2 * h;
+        pair[0] = __uint_as_float(high << 16) + __uint_as_float(low << 16);
+        pair[1] = __uint_as_float(high & 0xFFFF0000) + __uint_as_float(low & 0xFFFF0000);
+        a[i][0][2 * n + h] = pack(pair[0] * beta.x[0], pair[1] * beta.x[1]);
+      }
+    }
+    const u32 at = image_block(matrix + 2048 * i, lane), zero[4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; j++) store_matrices(at ^ 32 * j, j > i ? zero : a[i][i - j]);
   }
+}
+// A of `count` heads, on as many teams each as there are for them: they share the block rows.
+template <class T> DEV void store_inverses(T& shared, int count, void* to, i64 place) {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));  // addresses are made here, not carried through all of the kernel in registers
+  const int lane = thread & 31;
+  for (int n = team(); n < 2 * count; n += TEAMS)
+    invert_blocks(shared_address(shared.matrices[n >> 1]) + DIAGONAL + (n & 1) * 2048, lane);
+  stored();
+  sync();
+  const int shift = count > 2 ? 0 : 3 - count, item = team() >> shift, part = team() & ((1 << shift) - 1);
+  if (item >= count) {
+    return;
+  }
+  const u32 matrix = shared_address(shared.matrices[item]);
+  const float* betas = shared.beta[item];
+  char* image = (char*)to + (place + item) * C * C * 2;
+  const auto rows = [&](auto own) {
+    make_rows<own.value>(matrix, betas, lane, [] { sync(); });
+    for (int i = 0; i < 4; i++)
+      if (own.value >> i & 1) store_bulk(image + 2048 * i, matrix + 2048 * i, 2048);
+  };
+  if (shift == 0) {
+    make_rows<15>(matrix, betas, lane, [] { __syncwarp(); });
+    store_bulk(image, matrix, C * C * 2);
+  } else if (shift == 1) {
+    if (part) rows(Number<6>());
+    else rows(Number<9>());
+  } else if (part == 0) rows(Number<8>());
+  else if (part == 1) rows(Number<4>());
+  else if (part == 2) rows(Number<2>());
+  else rows(Number<1>());
+  stored();
+}
+
+// ---- products of all pairs of rows: a lane has rows 16 warp + lane / 4 + 8 h and columns 8 j + 2 (lane % 4) + e of them,
+//      as number 4 j + 2 h + e. Blocks of 16 columns after the warp's rows are of no use.
+struct Products { float qk[C / 2], kk[C / 2]; };
+// How wgmma finds a tile: boxes are `leading` bytes apart, groups of eight rows 1024.
+DEV u64 descriptor(u32 address, u32 leading) {
+  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(leading >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+
+// d[64][64] (+)= a[64][16] b[16][64], both from shared memory; `TRANSPOSED` reads b with its rows contiguous.
+template <int TRANSPOSED> DEV void multiply_tiles(float (&d)[32], u64 a, u64 b, int add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, 0, %35;\n}\n"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED));
+}
+DEV void touch(float (&d)[32]) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+// 1 / ‖x‖ of this warp's rows of a tile, and where `squares` are wanted ‖x‖² with that factor: squares are on the diagonals of blocks of eight.
+DEV void norms(u32 tile, bool wanted, float* to, float* squares, int lane) {
+  float low[4] = {}, high[4] = {};
+  if (wanted || squares) {
+    const u32 rows = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int d = 0; d < K; d += 16) {
+      u32 a[4];
+      load_matrices(a, (rows ^ 2 * (d & 63)) + d / 64 * C * 128);
+      const u32 b[2][2] = { {a[0], a[2]}, {a[1], a[3]} };  // the same rows as columns
+      mma(low, a, b[0]);
+      mma(high, a, b[1]);
+    }
+  }
+  const int row = lane >> 2;
+  if ((row & 6) == 2 * (lane & 3)) {
+    const float square[2] = {row & 1 ? low[1] : low[0], row & 1 ? high[3] : high[2]};
+    for (int h = 0; h < 2; h++) {
+      const float norm = wanted ? rsqrt_(1e-6f + square[h]) : 1.f;
+      to[row + 8 * h] = norm;
+      if (squares) squares[row + 8 * h] = square[h] * norm * norm;
+    }
+  }
+}
+DEV Products gram(SharedTile<C, K>& q, SharedTile<C, K>& k, bool wanted, float* q_norm, float* k_norm, float* k_square) {
+  Products p;
+  const u32 from_q = shared_address(q.x), from_k = shared_address(k.x);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int d = 0; d < K; d += 16) {
+    const u32 step = d / 64 * C * 128 + 2 * (d & 63);
+    multiply_tiles<0>(p.qk, descriptor(from_q + step, 16), descriptor(from_k + step, 16), d > 0);
+    multiply_tiles<0>(p.kk, descriptor(from_k + step, 16), descriptor(from_k + step, 16), d > 0);
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  norms(from_q + warp * 2048, wanted, q_norm + 16 * warp, nullptr, lane);
+  norms(from_k + warp * 2048, wanted, k_norm + 16 * warp, k_square + 16 * warp, lane);
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  touch(p.qk);
+  touch(p.kk);
+  return p;
+}
+// Calls f(r, c, row(r), {column(c), column(c + 1)}, q k, k k, i) for this lane's pairs of neighbours of a block of 16 columns.
+template <int BLOCK, class R, class S, class F> DEV void for_block(Products& p, const R (&rows)[2], S column, F f) {
+  const int lane = threadIdx.x & 31, r = (threadIdx.x >> 5) * 16 + (lane >> 2);
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const int c = 16 * BLOCK + 8 * n + 2 * (lane & 3), at = 8 * BLOCK + 4 * n;
+    const decltype(column(0)) columns[2] = {column(c), column(c + 1)};
+#pragma unroll
+    for (int h = 0; h < 2; h++) f(r + 8 * h, c, rows[h], columns, p.qk + at + 2 * h, p.kk + at + 2 * h, 2 * n + h);
+  }
+}
+template <class R, class S, class F> DEV void for_pairs(Products& p, R row, S column, F f) {
+  const int warp = threadIdx.x >> 5, r = warp * 16 + ((threadIdx.x & 31) >> 2);
+  const decltype(row(0)) rows[2] = {row(r), row(r + 8)};
+  auto g = [&](int r, int c, auto of_row, const auto* columns, float* qk, float* kk, int) { f(r, c, of_row, columns, qk, kk); };
+  for_block<0>(p, rows, column, g);
+  if (warp > 0) for_block<1>(p, rows, column, g);
+  if (warp > 1) for_block<2>(p, rows, column, g);
+  if (warp > 2) for_block<3>(p, rows, column, g);
+}
+
+// P of a chunk, zero above the diagonal, and L, by their pairs f.
+template <class T, class R, class S, class F>
+DEV void store_matrix(T& shared, int head, void* to, i64 place, Products& products, R row, S column, F f) {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));  // addresses are made here, not carried from head to head in registers
+  const int warp = thread >> 5, lane = thread & 31, r = warp * 16 + (lane >> 2);
+  const decltype(row(0)) rows[2] = {row(r), row(r + 8)};
+  const u32 room = shared_address(shared.matrices[warp]) + ROOM, lower = shared_address(shared.matrices[head]);
+  const u32 at = image_block(room, lane);
+  stored();
+  auto block = [&](auto number, auto whole) {
+    constexpr int BLOCK = number.value;
+    u32 p[4];
+    float l[4][2];
+    for_block<BLOCK>(products, rows, column, [&](int r, int c, auto of_row, const auto* columns, float* qk, float* kk, int i) {
+      if (whole.value) __builtin_assume(c + 1 < r);
+      const auto pair = f(r, c, of_row, columns, qk, kk);
+      p[i] = pack(pair.p[0], pair.p[1]);
+      l[i][0] = pair.l[0], l[i][1] = pair.l[1];
+    });
+    store_matrices(at ^ 32 * BLOCK, p);
+    if (whole.value) put_block(lower, warp, BLOCK, l, lane);
+    else put_diagonal(lower, warp, l, lane);
+  };
+  const u32 zero[4] = {};
+  if (warp > 0) block(Number<0>(), Number<1>());
+  else if (warp == 0) block(Number<0>(), Number<0>());
+  if (warp > 1) block(Number<1>(), Number<1>());
+  else if (warp == 1) block(Number<1>(), Number<0>());
+  else store_matrices(at ^ 32, zero);
+  if (warp > 2) block(Number<2>(), Number<1>());
+  else if (warp == 2) block(Number<2>(), Number<0>());
+  else store_matrices(at ^ 64, zero);
+  if (warp == 3) block(Number<3>(), Number<0>());
+  else store_matrices(at ^ 96, zero);
+  store_bulk((char*)to + place * C * C * 2 + warp * 2048, room, 2048);
 }
 // Gates become their sums from the start on; `rest` the sums of those after each.
 DEV void sum_gates(float* G, float* rest) {
@@ -352,124 +542,6 @@ DEV void sum_gates(float* G, float* rest) {
   __syncwarp();
 }
 
-// ---- x (strictly lower) becomes (I + x)⁻¹, by one warp or several: blocks of 16 by substitution, then block rows from the last up,
-//      X_ij = -(X_ii L_ij + … + X_i,j+1 L_j+1,j) X_jj on the tensor cores, in tf32 with the operands' rests added
-struct Tf32 { u32 high, rest; };
-DEV Tf32 tf32(float x) {
-  const u32 high = __float_as_uint(x) & 0xFFFFE000;  // the tensor cores read no more of x
-  return {__float_as_uint(x), __float_as_uint(x - __uint_as_float(high))};
-}
-DEV void mma_tf32(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-               "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-// Where a lane's numbers of a block start, as an operand and as an accumulator.
-DEV int operand_place(int lane) { return (lane & 3) * 40 + (lane >> 2); }
-DEV int number_place(int lane) { return (lane >> 2) * 20 + (lane & 3) * 2; }
-// d[16][16] += a b: `a` as this lane's numbers of an accumulator (n-tile, number), b a block in shared memory, from the
-// lane's place on. The inner index runs in the accumulator's order, even numbers before odd ones, on both sides.
-DEV void multiply_blocks(float (&d)[2][4], const float (&a)[2][4], const float* b) {
-#pragma unroll
-  for (int k = 0; k < 2; k++) {
-    const Tf32 a0 = tf32(a[k][0]), a1 = tf32(a[k][2]), a2 = tf32(a[k][1]), a3 = tf32(a[k][3]);
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-      const Tf32 b0 = tf32(b[8 * k * 20 + 8 * n]), b1 = tf32(b[(8 * k + 1) * 20 + 8 * n]);
-      mma_tf32(d[n], a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
-      mma_tf32(d[n], a0.rest, a1.rest, a2.rest, a3.rest, b0.high, b1.high);
-      mma_tf32(d[n], a0.high, a1.high, a2.high, a3.high, b0.rest, b1.rest);
-    }
-  }
-}
-// Where number e of an accumulator belongs, from the lane's place on.
-DEV constexpr int number_at(int e) { return (e >> 1 & 1) * 160 + (e >> 2) * 8 + (e & 1); }
-DEV void invert_block(float* block, int column) {
-  float y[16];
-#pragma unroll
-  for (int i = 0; i < 16; i++) {
-    float sums[4] = {i == column ? 1.f : 0.f};
-#pragma unroll
-    for (int m = 0; m < i; m += 4) {
-      const float4 row = *(const float4*)(block + i * 20 + m);
-      sums[0] -= row.x * y[m];
-      if (m + 1 < i) sums[1] -= row.y * y[m + 1];
-      if (m + 2 < i) sums[2] -= row.z * y[m + 2];
-      if (m + 3 < i) sums[3] -= row.w * y[m + 3];
-    }
-    y[i] = sums[0] + sums[1] + (sums[2] + sums[3]);
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 16; i++) block[i * 20 + column] = y[i];
-}
-// A of `count` heads, on as many teams each as there are for them: they share the block rows.
-DEV void store_inverses(float (&L)[TEAMS][LOWER], float (&betas)[TEAMS][C], int count, void* to, i64 place) {
-  const int shift = count > 2 ? 0 : 3 - count, parts = 1 << shift, item = team() >> shift, part = team() & (parts - 1);
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));  // addresses are made here, not carried through all of the kernel in registers
-  const int lane = thread & 31;
-  float *const x = L[item], *const numbers = x + number_place(lane), *const spare = L[2] + team() * 512;  // where parts > 1, there are two matrices at most
-  if (item < count) {
-#pragma unroll 1
-    for (int half = part; half < 2; half += parts) {
-      const int block = 16 * (lane >> 4) + 32 * half;
-      invert_block(x + lower_at(block, block), lane & 15);
-    }
-  }
-  sync();
-  if (item >= count) return;
-  const float* const operands = x + operand_place(lane);
-#pragma unroll
-  for (int i = C / 16 - 1; i >= 0; i--) {
-    const int owner = parts == 4 ? 3 - i : (i + 1) / 2 & (parts - 1);
-    if (owner != part) continue;
-    float done[C / 16][2][4];  // X_ij of this block row
-#pragma unroll
-    for (int j = i; j >= 0; j--) {
-      if (j < i) {
-        float sum[2][4] = {}, product[2][4] = {};
-#pragma unroll
-        for (int m = i; m > j; m--) multiply_blocks(sum, done[m], operands + lower_at(16 * m, 16 * j));
-        multiply_blocks(product, sum, operands + lower_at(16 * j, 16 * j));
-#pragma unroll
-        for (int e = 0; e < 8; e++) done[j][e >> 2][e & 3] = -product[e >> 2][e & 3];
-      } else {
-#pragma unroll
-        for (int e = 0; e < 8; e++) done[j][e >> 2][e & 3] = numbers[lower_at(16 * i, 16 * i) + number_at(e)];
-      }
-    }
-    __syncwarp();  // every lane has read L_ij
-
-    // 16 rows of A, as they lie in memory, in place of the row's blocks
-    uint4* const rows = (uint4*)(parts == 1 ? x + lower_at(16 * i, 0) : spare);
-    const int row = lane & 15;
-    const u32 at = shared_address(rows + row * 8 + (lane >> 4 ^ row & 7));
-    if (parts > 1) __syncwarp();  // and what was in `spare`
-#pragma unroll
-    for (int j = 0; j <= i; j++) {
-      u32 numbers[4];  // upper left, lower left, …
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const TwoFloats beta = *(const TwoFloats*)(betas[item] + 16 * j + 8 * n + (lane & 3) * 2);
-#pragma unroll
-        for (int h = 0; h < 2; h++) numbers[2 * n + h] = pack(done[j][n][2 * h] * beta.x[0], done[j][n][2 * h + 1] * beta.x[1]);
-      }
-      store_matrices(at ^ 32 * j, numbers);
-    }
-    __syncwarp();
-    uint4* const image = (uint4*)to + (place + item) * C * C / 8 + 128 * i;
-#pragma unroll
-    for (int n = 0; n < 128; n += 32) {
-      const Place p = image_place<C, C>(n + lane);
-      uint4 piece = make_uint4(0, 0, 0, 0);
-      if (p.column < 16 * i + 16) piece = rows[n + lane];
-      image[n + lane] = piece;
-    }
-  }
-}
-
 // ---- numbers whose type the caller chose: 0 float, 1 bf16, 2 fp16
 DEV float load_number(const void* p, i64 at, int type) {
   return type == 0 ? ((const float*)p)[at] : type == 1 ? from_bf16(((const u16*)p)[at]) : from_fp16(((const u16*)p)[at]);
@@ -482,7 +554,7 @@ DEV float beta_of(const Args& args, i64 at) {
 }
 
 // ---- the record of a (chunk, value head): bytes of its vectors
-constexpr int RECORD = 528, MINUS_IN = 0, LEFT = 128, OUT = 256, DECAY = 512;
+constexpr int RECORD = 544, MINUS_IN = 0, LEFT = 128, OUT = 256, DECAY = 512, REACH = 528;
 DEV void put_row(void* rows, i64 place, int vector, int at, float x) {
   *(float*)((char*)rows + place * RECORD + vector + 4 * at) = x;
 }
@@ -493,17 +565,17 @@ DEV void put_half_row(void* rows, i64 place, int vector, int at, float x) {
 // ---- what the threads of a workgroup share
 struct Shared {
   union {
-    struct { SharedTile<C, K> q, k; };  // tokens of the chunk, zero after the sequence's end
-    alignas(16) float L[TEAMS][LOWER];  // once their products are known
+    struct { SharedTile<C, K> q, k; };  // tokens of the chunk, zero after the sequence's end; once their products are known
+    alignas(1024) unsigned char matrices[TEAMS][MATRIX];
   };
   alignas(16) float G[TEAMS][C], rest[TEAMS][C], beta[TEAMS][C];
-  uint4 turned[TEAMS][32];  // squares of P on their way to memory
-  float q_norm[C], k_norm[C];
+  float q_norm[C], k_norm[C], k_square[C];
 };
 
 // What P and L take from a row and a column.
 struct Row { float G, beta; };
 struct Column { float G; };
+struct Pairs { float p[2], l[2]; };  // of neighbours
 
 // Slot of a chunk -> its sequence: the last one whose first slot is not after it.
 DEV Sequence sequence_of_slot(const Args& args, int slot) {
@@ -566,8 +638,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) gated_delta_rule_prepar
   }
   sync_tiles();
 
+  // ---- on their way from memory, now that it has less to do: rows of the workgroup that comes when those at work are over
+  const unsigned later = at + 528;
+  prefetch_row(args, sequence.batch, token + (i64)(later / heads) * C, later % heads / passes,
+               later % heads / passes * group + later % heads % passes * TEAMS);
+
   // ---- Q Kᵀ and K Kᵀ, once for these heads, and 1 / ‖q‖ and 1 / ‖k‖, which are folded into them
-  Products products = gram(shared.q, shared.k, args.flags & L2NORM, shared.q_norm, shared.k_norm);
+  Products products = gram(shared.q, shared.k, args.flags & L2NORM, shared.q_norm, shared.k_norm, shared.k_square);
   sync();
   for_pairs(
       products,
@@ -582,20 +659,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) gated_delta_rule_prepar
 
   // ---- the factors of the chain's rows
   if (team() < count) {
+    float growth = 0.f;  // I - b k kᵀ makes nothing longer, unless b |k|² > 2
     FOR_TEAM(r, C) {
       const float in = exp2_(G[r]);
       put_half_row(args.ws_rows, place, MINUS_IN, row_place<C>(r), -in * shared.k_norm[r]);
       put_half_row(args.ws_rows, place, LEFT, row_place<C>(r), exp2_(rest[r]) * shared.k_norm[r]);
       put_row(args.ws_rows, place, OUT, row_place<C>(r), args.scale * in * shared.q_norm[r]);
       if (r == C - 1) put_row(args.ws_rows, place, DECAY, 0, in);
+      const float turned = shared.beta[team()][r] * shared.k_square[r] - 1.f;
+      growth += turned > 1.f ? log2_(turned) : 0.f;
     }
+    growth = sum_team(growth);
+    FOR_TEAM(r, 1) put_row(args.ws_rows, place, REACH, r, G[C - 1] + growth);
   }
 
   // ---- P and L of these heads
   const i64 first_place = (i64)slot * args.value_heads + base;
   for (int t = 0; t < count; t++) {
     store_matrix(
-        shared, args.ws_p, first_place + t, products,
+        shared, t, args.ws_p, first_place + t, products,
         [&](int r) { return Row{shared.G[t][r], shared.beta[t][r]}; },
         [&](int c) { return Column{shared.G[t][c]}; },
         [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
@@ -605,13 +687,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) gated_delta_rule_prepar
             p[e] = c + e <= r ? q_factor * qk[e] : 0.f;
             l[e] = c + e < r ? k_factor * kk[e] : 0.f;
           }
-          *(TwoFloats*)(shared.L[t] + lower_at(r, c)) = TwoFloats{l[0], l[1]};
-          return TwoFloats{p[0], p[1]};
+          return Pairs{ {p[0], p[1]}, {l[0], l[1]}};
         });
   }
   sync();
 
   // ---- A = (I + L)⁻¹ diag(b)
-  store_inverses(shared.L, shared.beta, count, args.ws_a, first_place);
+  store_inverses(shared, count, args.ws_a, first_place);
 }
-static_assert(sizeof(Shared) == 57344, "what the launch provides");
+static_assert(sizeof(Shared) == 53248, "what the launch provides");

@@ -432,7 +432,7 @@ struct Ring {
     }
   }
 };
-struct Ring_K : Ring<3, 181808> {
+struct Ring_K : Ring<3, 181856> {
   DEV Tile<64, 128> K() const {
     return {shared + slot * 24576};
   }
@@ -445,21 +445,22 @@ struct Ring_K : Ring<3, 181808> {
     DEV Shared<128> left() const { return {address}; }
     DEV Shared<256> out() const { return {address}; }
     DEV Shared<512> decay() const { return {address}; }
+    DEV Shared<528> reach() const { return {address}; }
   };
-  DEV u32 rows_address() const { return shared + 180224 + slot * 528; }
+  DEV u32 rows_address() const { return shared + 180224 + slot * 544; }
   DEV Rows rows() const { return {rows_address()}; }
 };
-struct Ring_Q : Ring<3, 181856> {
+struct Ring_Q : Ring<3, 181904> {
   DEV Tile<64, 128> Q() const {
     return {shared + 73728 + slot * 16384};
   }
 };
-struct Ring_A : Ring<3, 181904> {
+struct Ring_A : Ring<3, 181952> {
   DEV LowerTile<64> A() const {
     return {{shared + 122880 + slot * 8192}};
   }
 };
-struct Ring_P : Ring<3, 181952> {
+struct Ring_P : Ring<3, 182000> {
   DEV LowerTile<64> P() const {
     return {{shared + 147456 + slot * 8192}};
   }
@@ -475,7 +476,7 @@ template <class R> DEV void release(R& ring) {
 
 constexpr int STREAMS = 1;  // column blocks of 64 in a workgroup
 // Bytes into shared memory.
-constexpr int OUTPUT = 172032, OUTPUT_BARRIERS = 182000, TAIL_BARRIER = 182016;
+constexpr int OUTPUT = 172032, OUTPUT_BARRIERS = 182048, TAIL_BARRIER = 182064;
 
 // A box that reaches past the sequence holds another one's rows: make them zero. Whole warp.
 DEV void clear_rows(u32 tile, int columns, int rows) {
@@ -535,12 +536,12 @@ extern "C" __global__ void __launch_bounds__(192, 1) gated_delta_rule_scan_bf16_
           barrier_wait(ring_K.empty(), ring_K.phase ^ 1);
           const u32 full = tail ? shared + TAIL_BARRIER : ring_K.full();
           if (lane == 0) {
-            barrier_expect(full, 25104);
+            barrier_expect(full, 25120);
             load_box(ring_K.K().address, args.k_map, 0, head, token, sequence.batch, full);
             load_box(ring_K.K().address + 8192, args.k_map, 64, head, token, sequence.batch, full);
             for (int s = 0; s < STREAMS; s++)
               load_box(ring_K.V(s).address, args.v_map, (split * STREAMS + s) * 64, value_head, token, sequence.batch, full);
-            copy_bulk(ring_K.rows_address(), (const char*)args.ws_rows + slot * 528, 528, full);
+            copy_bulk(ring_K.rows_address(), (const char*)args.ws_rows + slot * 544, 544, full);
           }
           if (tail) {
             barrier_wait(full, tail_phase);
