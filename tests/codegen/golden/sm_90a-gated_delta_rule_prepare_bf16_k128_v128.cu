@@ -194,7 +194,8 @@ DEV void prefetch_row(const Args& args, int batch, i64 token, int head, int valu
   token += threadIdx.x % C;
   if (token >= args.tokens) return;
   const bool of_q = threadIdx.x < C;
-  const number* x = of_q ? rows_of((const number*)args.q, batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h) : rows_of((const number*)args.k, batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
+  const number* x = rows_of((const number*)args.k, batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
+  if (of_q) x = rows_of((const number*)args.q, batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
 #pragma unroll
   for (int d = 0; d < K; d += 64) prefetch_line(x + d);
   if (of_q) prefetch_line((const char*)args.g + (batch * args.g_stride_b + token * args.g_stride_t + value_head * args.g_stride_h) * (args.g_type ? 2 : 4));
