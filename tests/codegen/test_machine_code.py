@@ -241,8 +241,11 @@ def test_code_without_such_a_loop_is_refused() -> None:
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_prepare_of_amd_is_read_to_its_end(target: str) -> None:
-    """Its products can be counted by hand, and no loop is left open: those of a wave are Gram products of two tiles, and
-    of squares of 16 in steps of 4, in merging inverted blocks, 2 at first and then 2 for each of 2 and 3."""
+    """Its products can be counted by hand, and no loop is left open.
+
+    A wave has those of squares of two tiles, and to merge inverted blocks, with squares of 16 in steps of 4, at first
+    2 and then 2 for each of 2, and 3.
+    """
     found = measure(KernelSpec("gated_delta_rule", "prepare", "bf16", 128, 128, target))
     assert found.kinds["matrix"] == 2 * 128 // TARGETS[target].facts["mfma_k"] + 4 * (2 + 2 * 2 + 3)
     assert found.count.open_loops == 0
