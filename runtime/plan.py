@@ -270,7 +270,7 @@ class Layout:
             position += -(-choice.slots * value_heads * size // _ALIGNMENT) * _ALIGNMENT
         for _, size in plan.state_workspace:
             offsets.append(position)
-            position += choice.segment_slots * value_heads * size
+            position += -(-choice.segment_slots * value_heads * size // _ALIGNMENT) * _ALIGNMENT
         self.offsets = tuple(offsets)
         # torch aligns to less than what the buffers need.
         self.workspace_bytes = position + _ALIGNMENT if position else 0

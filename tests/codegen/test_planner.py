@@ -69,7 +69,7 @@ def test_the_choice_is_the_least_of_all_splits(op: str, processors: int) -> None
         every = {n: split(shape, "sm_90a", processors, n) for n in range(1, chunks)}
         allowed = [c for n, c in every.items() if n > 1 and c.segments <= MOST_SEGMENTS]
         whole = split(shape, "sm_90a", processors)
-        assert us(choice) == min(map(us, [whole, *allowed]))
+        assert choice.cost == min(each.cost for each in [whole, *allowed])
         assert choice in choices(shape, "sm_90a", processors)
         assert (choice.segment_chunks == 0) == (choice.segments == 1)
 

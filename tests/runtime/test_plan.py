@@ -106,7 +106,7 @@ def test_segments(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, packed: b
     # One after the other, each on a boundary of what loads want.
     assert carry % 1024 == starts % 1024 == 0
     assert carry == rows + -(-slots * 4 * 1280 // 1024) * 1024
-    assert starts - carry == segments * 4 * 128 * (128 + 128) * 4
+    assert starts - carry == -(-segments * 4 * (128 * (128 + 128) * 4 + 16) // 1024) * 1024
     (layout,) = plan.layouts.values()
     assert layout is not None
     end = starts + segments * 4 * 128 * 128 * 4
