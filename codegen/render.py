@@ -177,9 +177,8 @@ def _render_combine(spec: KernelSpec, target: Target, context: dict[str, Any]) -
     abi, columns = combine_abi(), COMBINE_COLUMNS
     shared_bytes = 4 * spec.dk * (2 * spec.dk + columns)
     template = environment().get_template(f"tile/{target.vocabulary}_combine.j2")
-    threads = spec.dk * columns // 4
-    text = template.render(**context, abi=abi, columns=columns, threads=threads, shared_bytes=shared_bytes)
-    limits = Limits(threads, shared_bytes, columns, context["C"])
+    text = template.render(**context, abi=abi, columns=columns, shared_bytes=shared_bytes)
+    limits = Limits(spec.dk, shared_bytes, columns, context["C"])
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, segment_workspace(spec))
 
 

@@ -14,8 +14,8 @@ _COSTS = Costs(
     # Two of them fit on a multiprocessor, but with channel gates one.
     carry_chunk_us={"none": (0.64, 0.96), "head": (0.64, 0.96), "channel": (0.9, 1.8)},
     reach_chunks={"head": 17},  # with gates logsigmoid(x + 2), x standard normal
-    combine_step_us=1.3,
-    combine_short_step_us=0.6,
+    combine_step_us=2.0,
+    combine_short_step_us=0.8,
     launch_us=5.0,
     prepare_us={
         (True, "head"): {1: 2.7, 2: 1.8, 4: 1.15},

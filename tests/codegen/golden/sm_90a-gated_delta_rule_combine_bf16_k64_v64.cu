@@ -76,8 +76,7 @@ DEV Segment segment_at(const Args& args, int segment) {
   return {rows, low, first, last};
 }
 
-constexpr int COLUMNS = 8, THREADS = 128;  // of the state, and of a workgroup
-static_assert(THREADS == K * COLUMNS / 4);
+constexpr int COLUMNS = 8;  // of the state, of a workgroup
 struct Shared {
   float4 M[2][K][K / 4];  // this step's and the next one's; pieces of a row are exchanged by row, against bank conflicts
   float4 S[K][COLUMNS / 4];
@@ -87,38 +86,41 @@ DEV void copy(float4* to, const float* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) gated_delta_rule_combine_bf16_k64_v64(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(K, 1) gated_delta_rule_combine_bf16_k64_v64(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   Shared& shared = *(Shared*)shared_memory;
   const int column = blockIdx.x % (V / COLUMNS) * COLUMNS, block = blockIdx.x / (V / COLUMNS);
-  const int value_head = block % args.value_heads, n_sequence = block / args.value_heads;
-  const int row = threadIdx.x % K, part = threadIdx.x / K;  // four columns of a row
+  const int value_head = block % args.value_heads, n_sequence = block / args.value_heads, row = threadIdx.x;
   const Sequence sequence = sequence_at(args, n_sequence);
   const int segments = (sequence.length + C * args.segment_chunks - 1) / (C * args.segment_chunks);
   const i64 first = first_segment(args, n_sequence);
 
   // ---- M and N of segment n, asked for before they are needed; M only where it is not zero
-  float4 N;
+  float4 N[COLUMNS / 4];
   auto carry_of = [&](int n) { return (const float*)args.ws_carry + ((first + n) * args.value_heads + value_head) * (K * (V + K) + 4); };
   auto has_M = [&](int n) { return n > 0 && n + 1 < segments && *(const int*)(carry_of(n) + K * (V + K)); };
   bool multiply = false, next = has_M(1);  // of this step and of the next one
   auto fetch = [&](int n, bool wanted) {
     const float* carry = carry_of(n);
 #pragma unroll 8
-    for (int i = threadIdx.x; wanted && i < K * K / 4; i += THREADS) {
+    for (int i = threadIdx.x; wanted && i < K * K / 4; i += K) {
       const int r = i / (K / 4), piece = i % (K / 4);
       copy(&shared.M[n & 1][r][piece ^ (r & 7)], carry + r * (V + K) + V + 4 * piece);
     }
-    N = *(const float4*)(carry + row * (V + K) + column + 4 * part);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 4; i++) N[i] = *(const float4*)(carry + row * (V + K) + column + 4 * i);
   };
   if (segments > 1) fetch(0, false);
 
-  float4 state = {};
+  float state[COLUMNS] = {};
   for (int n = 0; n + 1 < segments; n++) {
     // ---- S to where all threads see it
     asm volatile("cp.async.wait_all;" ::: "memory");
-    shared.S[row][part] = state;
-    state = N;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 4; i++) {
+      shared.S[row][i] = make_float4(state[4 * i], state[4 * i + 1], state[4 * i + 2], state[4 * i + 3]);
+      state[4 * i] = N[i].x, state[4 * i + 1] = N[i].y, state[4 * i + 2] = N[i].z, state[4 * i + 3] = N[i].w;
+    }
     __syncthreads();
     if (n + 2 < segments) fetch(n + 1, next);
     const bool after_next = has_M(n + 2);
@@ -129,13 +131,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gated_delta_rule_combin
       const float4 four = shared.M[n & 1][row][piece ^ (row & 7)];
       const float m[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const float4 s = shared.S[4 * piece + k][part];
-        state.x += m[k] * s.x, state.y += m[k] * s.y, state.z += m[k] * s.z, state.w += m[k] * s.w;
-      }
+      for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 4; i++) {
+          const float4 s = shared.S[4 * piece + k][i];
+          state[4 * i] += m[k] * s.x, state[4 * i + 1] += m[k] * s.y, state[4 * i + 2] += m[k] * s.z, state[4 * i + 3] += m[k] * s.w;
+        }
     }
     float* to = (float*)args.ws_starts + ((first + n + 1) * args.value_heads + value_head) * K * V + row * V + column;
-    *(float4*)(to + 4 * part) = state;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 4; i++)
+      *(float4*)(to + 4 * i) = make_float4(state[4 * i], state[4 * i + 1], state[4 * i + 2], state[4 * i + 3]);
     multiply = next, next = after_next;
     __syncthreads();  // all have read S and M
   }
