@@ -43,6 +43,8 @@ EXPLAINED = {
     "i % (i <= 128 ? 4 : 8)": "128 is a multiple of both",
     "number x[ROWS * COLUMNS];": "the matrix that is inverted takes more room than the keys in whose place it lies",
     "(1e-6f + 1 + of_key)": "below the bar: the norms of the keys are well above 1",
+    "(1e-6f + 1 + row_square(": "likewise",
+    "(head + 1 + 1) * (int)group": "of the value heads that are left, the workgroup's one team takes one",
     "x = args.lower_bound / (": "gates per head have no lower bound",
 }
 
