@@ -660,15 +660,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) gated_delta_rule_prepar
 
   // ---- the factors of the chain's rows
   if (team() < count) {
-    float growth = 0.f;  // I - b k kᵀ makes nothing longer, unless b |k|² > 2
+    float growth = 0.f;  // I - b k kᵀ makes nothing longer, unless b |k|² > 2 or b < 0
     FOR_TEAM(r, C) {
       const float in = exp2_(G[r]);
       put_half_row(args.ws_rows, place, MINUS_IN, row_place<C>(r), -in * shared.k_norm[r]);
       put_half_row(args.ws_rows, place, LEFT, row_place<C>(r), exp2_(rest[r]) * shared.k_norm[r]);
       put_row(args.ws_rows, place, OUT, row_place<C>(r), args.scale * in * shared.q_norm[r]);
       if (r == C - 1) put_row(args.ws_rows, place, DECAY, 0, in);
-      const float turned = shared.beta[team()][r] * shared.k_square[r] - 1.f;
-      growth += turned > 1.f ? log2_(turned) : 0.f;
+      const float longer = fabsf(1.f - shared.beta[team()][r] * shared.k_square[r]);
+      growth += longer > 1.f ? log2_(longer) : 0.f;
     }
     growth = sum_team(growth);
     FOR_TEAM(r, 1) put_row(args.ws_rows, place, REACH, r, G[C - 1] + growth);
