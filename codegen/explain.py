@@ -81,7 +81,9 @@ class Explanation:
         prepare = self.launches[0].us or 0.0
         without = prepare + sum(whole.us.values())
         if choice.segment_chunks:
-            return f"split: {prepare + sum(choice.us.values()):.1f} µs predicted, without segments {without:.1f} µs"
+            long, short = (prepare + sum(us.values()) for us in (choice.us, choice.short_us))
+            fading = f" ({short:.1f} µs where a state fades within a segment)" if short < long else ""
+            return f"split: {long:.1f} µs predicted{fading}, without segments {without:.1f} µs"
         if not others:
             return "not split: too few chunks for two segments"
         best = prepare + min(sum(other.us.values()) for other in others)

@@ -292,7 +292,10 @@ def test_text_of_an_explanation() -> None:
     ]  # fmt: skip
     assert len({len(line) for line in lines[2:8]}) == 1
     total, without = (Explanation(c).us for c in (best(LONG), split(LONG, "sm_90a", 132)))
-    assert lines[-1] == f"split: {total:.1f} µs predicted, without segments {without:.1f} µs"
+    short = total - sum(best(LONG).us.values()) + sum(best(LONG).short_us.values())
+    assert short < total
+    fading = f"({short:.1f} µs where a state fades within a segment)"
+    assert lines[-1] == f"split: {total:.1f} µs predicted {fading}, without segments {without:.1f} µs"
 
 
 def test_reasons_not_to_split() -> None:
