@@ -97,7 +97,6 @@ DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t,
 }
 
 struct alignas(8) TwoFloats { float x[2]; };
-struct alignas(16) EightFloats { float x[8]; };
 
 DEV float from_bf16(u16 x) { return __builtin_bit_cast(float, (u32)x << 16); }
 DEV float from_fp16(u16 x) { return __builtin_bit_cast(_Float16, x); }
@@ -116,6 +115,7 @@ constexpr int LDG = K + 8;  // likewise of a [C, K] matrix
 constexpr int TEAMS = 1;  // the workgroup
 constexpr int LDL = C + 4, LOWER = C * LDL;  // floats of a row and of all of a lower triangular matrix
 DEV int lower_at(int r, int c) { return r * LDL + c; }
+struct alignas(16) EightFloats { float x[8]; };
 template <class T> DEV void put_lower(T& shared, int head, int r, int c, const float* l) {
   *(TwoFloats*)(shared.L[head] + lower_at(r, c)) = TwoFloats{l[0], l[1]};
 }

@@ -67,7 +67,6 @@ DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t,
 }
 
 struct alignas(8) TwoFloats { float x[2]; };
-struct alignas(16) EightFloats { float x[8]; };
 
 // ---- functions without a library, relative error about 1e-7
 DEV float exp_(float x) {
@@ -109,6 +108,7 @@ DEV int team() { return 0; }
 DEV void sync_team() { sync(); }
 constexpr int LDL = C, LOWER = C * LDL;  // floats of a row and of all of a lower triangular matrix
 DEV int lower_at(int r, int c) { return r * LDL + c; }
+struct alignas(16) EightFloats { float x[8]; };
 template <class T> DEV void put_lower(T& shared, int head, int r, int c, const float* l) {
   *(TwoFloats*)(shared.L[head] + lower_at(r, c)) = TwoFloats{l[0], l[1]};
 }

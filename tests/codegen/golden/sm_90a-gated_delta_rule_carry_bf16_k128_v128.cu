@@ -85,11 +85,6 @@ DEV Segment segment_at(const Args& args, int segment) {
   else if (!first && rows.length <= 0) rows.length = -1;
   return {rows, low, first, last};
 }
-// The rows of a head, from a token on.
-template <class T>
-DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t, i64 stride_h) {
-  return x + batch * stride_b + token * stride_t + head * stride_h;
-}
 
 // ---- barriers and bulk copies
 DEV void barrier_init(u32 barrier, u32 arrivals) {
@@ -120,10 +115,6 @@ DEV void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
 DEV void load_box(u32 to, const CUtensorMap& map, int column, int head, int token, int batch, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4, %5}], [%6];"
                ::"r"(to), "l"(&map), "r"(column), "r"(head), "r"(token), "r"(batch), "r"(barrier) : "memory");
-}
-DEV void store_box(const CUtensorMap& map, int column, int head, int token, int batch, u32 from) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, { %1, %2, %3, %4}], [%5];\ncp.async.bulk.commit_group;"
-               ::"l"(&map), "r"(column), "r"(head), "r"(token), "r"(batch), "r"(from) : "memory");
 }
 
 // ---- tiles in shared memory
@@ -374,13 +365,6 @@ template <int N> DEV void load_operand(Operand<N>& x, Tile<N, 64> t) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
                  : "=r"(x.x[4 * i]), "=r"(x.x[4 * i + 1]), "=r"(x.x[4 * i + 2]), "=r"(x.x[4 * i + 3])
                  : "r"(t.address + matrix_offset() + 2048 * i) : "memory");
-}
-template <int N> DEV void store_operand(u32 address, const Operand<N>& x) {
-#pragma unroll
-  for (int i = 0; i < N / 16; i++)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4};"
-                 ::"r"(address + matrix_offset() + 2048 * i),
-                 "r"(x.x[4 * i]), "r"(x.x[4 * i + 1]), "r"(x.x[4 * i + 2]), "r"(x.x[4 * i + 3]) : "memory");
 }
 // Number i of a block is that of row block_row(i) + lane_row() and column block_column(i) + lane_column().
 DEV constexpr int block_row(int i) { return 8 * (i >> 2) + (i & 1); }

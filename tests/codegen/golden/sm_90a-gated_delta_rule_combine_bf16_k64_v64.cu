@@ -9,13 +9,6 @@ typedef unsigned long long u64;
 typedef long long i64;
 typedef u16 number;  // bf16
 
-DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEV u32 pack(float lo, float hi) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-
 // ---- arguments: one block; strides in elements
 struct Args {
   void* cu_seqlens;
@@ -45,35 +38,10 @@ DEV Sequence sequence_at(const Args& args, int n) {
   const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
   return {0, start, end - start, start / C + n};
 }
-// A segment of a sequence: its rows, and whether the sequence starts or ends with it. There is none where `rows.length` is
-// negative.
-struct Segment {
-  Sequence rows;
-  int n_sequence;
-  bool first, last;
-};
 // The number of a sequence's first segment.
 DEV int first_segment(const Args& args, int n) {
   const int tokens = C * args.segment_chunks;
   return args.has_cu_seqlens ? clamp(boundary(args, n), 0, args.tokens) / tokens + n : n * ((args.tokens + tokens - 1) / tokens);
-}
-DEV Segment segment_at(const Args& args, int segment) {
-  if (!args.segment_chunks) return {sequence_at(args, segment), segment, true, true};
-  int low = 0, high = args.sequences - 1;  // the last sequence whose first segment is not after it
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (first_segment(args, middle) <= segment) low = middle;
-    else high = middle - 1;
-  }
-  const int tokens = C * args.segment_chunks, before = (segment - first_segment(args, low)) * tokens;
-  Sequence rows = sequence_at(args, low);
-  rows.start += before;
-  rows.slot += before / C;
-  rows.length -= before;
-  const bool first = before == 0, last = rows.length <= tokens;
-  if (!last) rows.length = tokens;
-  else if (!first && rows.length <= 0) rows.length = -1;
-  return {rows, low, first, last};
 }
 
 constexpr int COLUMNS = 8;  // of the state, of a workgroup

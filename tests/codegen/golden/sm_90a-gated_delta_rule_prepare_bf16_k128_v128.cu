@@ -80,10 +80,8 @@ DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t,
 }
 
 struct alignas(8) TwoFloats { float x[2]; };
-struct alignas(16) EightFloats { float x[8]; };
 
 constexpr int THREADS = 128;
-DEV int thread_id() { return threadIdx.x; }
 DEV int block_id() { return blockIdx.x; }
 DEV void sync() { __syncthreads(); }
 
@@ -94,7 +92,6 @@ DEV float from_fp16(u16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
   return r;
 }
-DEV float to_float(u16 x) { return from_bf16(x); }
 DEV float exp_(float x) { return __expf(x); }
 DEV float exp2_(float x) {
   float r;
@@ -109,8 +106,6 @@ DEV float sum_team(float x) {
 }
 DEV float log1p_(float x) { return log1pf(x); }
 DEV float rsqrt_(float x) { return rsqrtf(x); }
-
-#define FOR_EACH(i, n) for (int i = thread_id(); i < (n); i += THREADS)
 constexpr int TEAMS = THREADS / 32;  // of a warp
 // Turned by the workgroup, so that few teams at work do not all sit on the same quarter of a multiprocessor.
 DEV int team() { return ((threadIdx.x >> 5) + blockIdx.x) % TEAMS; }
@@ -121,7 +116,6 @@ template <int N> struct Number { static constexpr int value = N; };
 constexpr int MATRIX = 12 * 1024, ROOM = 6 * 1024, DIAGONAL = 8 * 1024;
 
 // ---- tiles in shared memory
-struct __align__(16) Eight { u32 x[4]; };
 // Byte of element (row, column) of a tile of `rows` rows: boxes of 64 columns, 16-byte pieces exchanged by row.
 DEV u32 tile_offset(int rows, int row, int column) {
   return (column >> 6) * rows * 128 + row * 128 + ((((column >> 3) & 7) ^ (row & 7)) << 4) + (column & 7) * 2;
@@ -153,17 +147,6 @@ DEV void sync_tiles() {
   __syncthreads();
 }
 
-// ---- tiles in memory are images of tiles in shared memory: piece i of one holds eight neighbours from (row, column) on
-struct Place { int row, column; };
-template <int ROWS, int COLUMNS> DEV Place image_place(int i) {
-  const int row = i / 8 % ROWS;
-  return {row, i / (8 * ROWS) * 64 + ((i & 7) ^ (row & 7)) * 8};
-}
-DEV void store_eight(void* to, i64 i, const float* x) {
-  ((uint4*)to)[i] = make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
-}
-template <int ROWS, int COLUMNS> DEV int image_pair(int row, int column) { return tile_offset(ROWS, row, column) / 4; }
-DEV void store_pair(void* to, i64 i, float lo, float hi) { ((u32*)to)[i] = pack(lo, hi); }
 // Row vectors in the order of wgmma's accumulator columns: a lane's numbers side by side.
 template <int ROWS> DEV int row_place(int r) { return (r >> 1 & 3) * (ROWS / 4) + (r >> 3) * 2 + (r & 1); }
 
@@ -178,15 +161,6 @@ DEV void mma(float* d, const u32* a, const u32* b) {
 DEV void load_matrices(u32* x, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
-}
-// This lane's row for 32 channels of eight rows (b, two steps), and for 16 channels of eight rows of q, then of k (a).
-DEV u32 keys_at(u32 tile, int row, int lane = threadIdx.x & 31) {
-  const int piece = lane >> 3;
-  return tile + row * 128 + ((piece ^ (row & 7)) << 4);
-}
-DEV u32 rows_at(u32 q, u32 k, int row, int lane = threadIdx.x & 31) {
-  const int piece = lane >> 4;
-  return (lane & 8 ? k : q) + row * 128 + ((piece ^ (row & 7)) << 4);
 }
 DEV void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 // A thread's row of a chunk, half of the threads q's, with its gate, the others k's, with beta.
