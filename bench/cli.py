@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,13 +122,25 @@ def _folders(given: Sequence[str]) -> dict[str, list[str]]:
     return {name: [part for folder in folders for part in _parts(Path(folder))] for name, folders in found.items()}
 
 
-def _parts(folder: Path) -> Iterator[str]:
-    """A folder and those that its .pth files name: they would count where wheels are installed, not unpacked."""
-    yield str(folder.resolve())
-    for file in sorted(folder.glob("*.pth")):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.strip() and not line.startswith(("#", "import ", "import\t")) and (folder / line.strip()).is_dir():
-                yield str((folder / line.strip()).resolve())
+_SITE = """
+import site, sys
+old = set(sys.path)
+site.addsitedir(sys.argv[1])
+print(*(each for each in sys.path if each not in old), sep="\\n")
+"""
+
+
+def _parts(folder: Path) -> list[str]:
+    """A folder and what its .pth files add to the path, as if the wheels that are unpacked there were installed.
+
+    Lines of these files may be code, which is run in a process of its own.
+    """
+    own = str(folder.resolve())
+    if not any(folder.glob("*.pth")):
+        return [own]
+    variables = {**os.environ, "PYTHONPATH": own}
+    done = subprocess.run([sys.executable, "-c", _SITE, own], env=variables, capture_output=True, text=True, timeout=60)
+    return [own, *(line for line in done.stdout.splitlines() if line and line != own)]
 
 
 @app.command()

@@ -164,7 +164,10 @@ def test_a_peer_that_crashes_costs_one_row(tmp_path: Path) -> None:
     # As an unpacked wheel has it whose module lies deeper, where only its .pth file says so.
     (tmp_path / "wheels" / "deeper").mkdir(parents=True)
     (tmp_path / "kda" / "flash_kda.py").rename(tmp_path / "wheels" / "deeper" / "flash_kda.py")
-    (tmp_path / "wheels" / "some.pth").write_text("# a comment\nimport os\nno such folder\ndeeper\n")
+    (tmp_path / "wheels" / "some").mkdir()
+    (tmp_path / "wheels" / "some" / "__init__.py").touch()
+    code = "import sys, some; sys.path.insert(0, some.__path__[0] + '/../deeper')"
+    (tmp_path / "wheels" / "some.pth").write_text(f"# a comment\nno such folder\n{code}\n")
     folders = [
         "--peer-path",
         f"flashkda={tmp_path / 'kda'}:{tmp_path / 'wheels'}",
