@@ -245,6 +245,12 @@ def check_text(text: str, entry: str) -> None:
     # But for commands and the operands of inline assembly.
     assert [line for line in lines if len(line) > 230 and not line.startswith("//   ") and '"' not in line] == []
     code = re.sub(r"//[^\n]*|\"[^\"\n]*\"", "", text)
+    defined = re.findall(
+        r"^(?:template <[^\n]*> )?(?:DEV|static) [^\n(=]*?(\w+)\(|^#define (\w+)|^struct [^\n{]*?(\w+) \{",
+        code,
+        re.MULTILINE,
+    )
+    assert [name for names in defined for name in names if name and len(re.findall(rf"\b{name}\b", code)) == 1] == []
     for opening, closing in ("()", "[]", "{}"):
         assert code.count(opening) == code.count(closing)
 

@@ -105,7 +105,6 @@ DEV void sync_tiles() {}
 constexpr int TEAMS = 1;  // the workgroup
 #define FOR_TEAM(i, n) FOR_EACH(i, n)
 DEV int team() { return 0; }
-DEV void sync_team() { sync(); }
 constexpr int LDL = C, LOWER = C * LDL;  // floats of a row and of all of a lower triangular matrix
 DEV int lower_at(int r, int c) { return r * LDL + c; }
 struct alignas(16) EightFloats { float x[8]; };
