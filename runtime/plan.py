@@ -265,12 +265,10 @@ class Layout:
             dtype = self.dtype
             self.saves = (_contiguous(states, torch.float32), *(_contiguous(shape, dtype) for shape in factors))
         offsets, position = [], 0
-        for _, size in plan.workspace:
-            offsets.append(position)
-            position += -(-choice.slots * value_heads * size // _ALIGNMENT) * _ALIGNMENT
-        for _, size in plan.state_workspace:
-            offsets.append(position)
-            position += -(-choice.segment_slots * value_heads * size // _ALIGNMENT) * _ALIGNMENT
+        for slots, buffers in ((choice.slots, plan.workspace), (choice.segment_slots, plan.state_workspace)):
+            for _, size in buffers:
+                offsets.append(position)
+                position += -(-slots * value_heads * size // _ALIGNMENT) * _ALIGNMENT
         self.offsets = tuple(offsets)
         # torch aligns to less than what the buffers need.
         self.workspace_bytes = position + _ALIGNMENT if position else 0

@@ -85,6 +85,8 @@ DEV Segment segment_at(const Args& args, int segment) {
   else if (!first && rows.length <= 0) rows.length = -1;
   return {rows, low, first, last};
 }
+// N, then M, row by row, and whether M is anything but zero: floats of a segment and value head.
+constexpr int CARRIED = K * (V + K) + 4, HAS_M = K * (V + K);
 
 // ---- barriers and bulk copies
 DEV void barrier_init(u32 barrier, u32 arrivals) {
@@ -485,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(192, 2) gated_delta_rule_carry_bf16
   const bool known = segment.first && !skipped;
   if (skipped) sequence.start += skipped * C, sequence.slot += skipped, sequence.length -= skipped * C, chunks -= skipped;
   if (split * STREAMS * 64 == V && threadIdx.x == 0)
-    ((int*)args.ws_carry)[((i64)(n_segment * args.value_heads + value_head) + 1) * (K * (V + K) + 4) - 4] = !skipped;
+    ((int*)args.ws_carry)[(i64)(n_segment * args.value_heads + value_head) * CARRIED + HAS_M] = !skipped;
   if (skipped && !values) return;
 
   // ---- rings and barriers
@@ -607,6 +609,6 @@ extern "C" __global__ void __launch_bounds__(192, 2) gated_delta_rule_carry_bf16
   }
   int block = blockIdx.x / SPLITS;
   asm volatile("" : "+r"(block));  // as in for_each
-  float* to = (float*)args.ws_carry + (i64)block * (K * (V + K) + 4) + column;
+  float* to = (float*)args.ws_carry + (i64)block * CARRIED + column;
   for_each(S, [&](i64 k, i64 v, float x) { to[k * (V + K) + v] = x; });
 }

@@ -43,6 +43,8 @@ DEV int first_segment(const Args& args, int n) {
   const int tokens = C * args.segment_chunks;
   return args.has_cu_seqlens ? clamp(boundary(args, n), 0, args.tokens) / tokens + n : n * ((args.tokens + tokens - 1) / tokens);
 }
+// N, then M, row by row, and whether M is anything but zero: floats of a segment and value head.
+constexpr int CARRIED = K * (V + K) + 4, HAS_M = K * (V + K);
 
 constexpr int COLUMNS = 8;  // of the state, of a workgroup
 struct Shared {
@@ -65,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(K, 1) gated_delta_rule_combine_bf16
 
   // ---- M and N of segment n, asked for before they are needed; M only where it is not zero
   float4 N[COLUMNS / 4];
-  auto carry_of = [&](int n) { return (const float*)args.ws_carry + ((first + n) * args.value_heads + value_head) * (K * (V + K) + 4); };
-  auto has_M = [&](int n) { return n > 0 && n + 1 < segments && *(const int*)(carry_of(n) + K * (V + K)); };
+  auto carry_of = [&](int n) { return (const float*)args.ws_carry + ((first + n) * args.value_heads + value_head) * CARRIED; };
+  auto has_M = [&](int n) { return n > 0 && n + 1 < segments && *(const int*)(carry_of(n) + HAS_M); };
   bool multiply = false, next = has_M(1);  // of this step and of the next one
   auto fetch = [&](int n, bool wanted) {
     const float* carry = carry_of(n);

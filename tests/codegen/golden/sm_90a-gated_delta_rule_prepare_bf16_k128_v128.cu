@@ -224,7 +224,7 @@ DEV u32 lower_row(int lane) { return (lane & 15) * 32 + ((lane >> 4 ^ lane >> 2 
 DEV u32 inverse_row(int lane) { return (lane & 7) * 32 + (lane >> 4) * 256 + ((lane >> 3 & 1 ^ lane >> 2 & 1) << 4); }
 DEV void put_block(u32 matrix, int i, int j, const float (&l)[4][2], int lane) {
   const Split s = split(l[0]);
-  const u32 at = matrix + (i * (i - 1) / 2 + j) * 1024 + lower_row(lane);
+  const u32 at = matrix + below(i, j) + lower_row(lane);
   store_matrices(at, s.high);
   store_matrices(at + 512, s.low);
 }
