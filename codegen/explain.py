@@ -48,7 +48,7 @@ class Explanation:
         launches = []
         for spec, workgroups in zip(choice.kernels, choice.workgroups, strict=True):
             moved = _moved(choice, spec)
-            us = _prepare_us(choice, moved) if spec.stage == "prepare" else choice.us.get(spec.stage)
+            us = _prepare_us(choice, spec, moved) if spec.stage == "prepare" else choice.us.get(spec.stage)
             launches.append(Launch(spec, workgroups, chain[spec.stage], moved, flops[spec.stage], us))
         return tuple(launches)
 
@@ -73,21 +73,21 @@ class Explanation:
         """Why sequences are split as they are."""
         choice = self.choice
         if not choice.us:
-            what = choice.target if TARGETS[choice.target].costs is None else "loads=strided or saves=True"
+            what = choice.target if TARGETS[choice.target].costs is None else "loads=strided"
             return f"not split; no time is predicted, since none was measured for {what}"
         if not choice.scan.divisible:
             return f"not split; segments need {DIVISIBLE}"
         whole, *others = choices(choice.shape, choice.target, choice.processors)
-        prepare = self.launches[0].us or 0.0
+        prepare, predicted = self.launches[0].us or 0.0, "predicted" + " beside prepare" * (self.us is None)
         without = prepare + sum(whole.us.values())
         if choice.segment_chunks:
             long, short = (prepare + sum(us.values()) for us in (choice.us, choice.short_us))
             fading = f" ({short:.1f} µs where a state fades within a segment)" if short < long else ""
-            return f"split: {long:.1f} µs predicted{fading}, without segments {without:.1f} µs"
+            return f"split: {long:.1f} µs {predicted}{fading}, without segments {without:.1f} µs"
         if not others:
             return "not split: too few chunks for two segments"
         best = prepare + min(sum(other.us.values()) for other in others)
-        return f"not split: {without:.1f} µs predicted, with segments {best:.1f} µs at best"
+        return f"not split: {without:.1f} µs {predicted}, with segments {best:.1f} µs at best"
 
     def table(self) -> list[tuple[str, ...]]:
         """Launches as text, below a line of headings."""
@@ -150,11 +150,13 @@ def _carried(choice: Choice) -> int:
     return sum(max(segments - 1, 0) * count for segments, count in _handed_on(choice).items())
 
 
-def _prepare_us(choice: Choice, moved: int) -> float | None:
-    """Time of its work, spread evenly, or of its bytes."""
+def _prepare_us(choice: Choice, spec: KernelSpec, moved: int) -> float | None:
+    """Time of its work, spread evenly, or of its bytes; of one that also writes the factors none was measured."""
     costs, shape, op = TARGETS[choice.target].costs, choice.shape, choice.scan.features
-    known = costs.prepare_us.get((op.delta, op.gate)) if costs is not None and choice.us else None
-    if costs is None or known is None:
+    if costs is None or not choice.us or spec.saves:
+        return None
+    known = costs.prepare_us.get((op.delta, op.gate))
+    if known is None:
         return None
     item = known[max(least for least in known if least <= shape.value_heads // shape.heads)] * shape.dk / 128
     work = _chunks(choice) * shape.value_heads * item / choice.processors

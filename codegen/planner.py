@@ -84,7 +84,7 @@ class Choice:
     shape, target, processors : what was asked.
     segment_chunks : chunks of a segment; 0 where sequences are not split.
     us : predicted microseconds of the stages whose time depends on that, where every state reaches the end of its
-        segment; empty where nothing was measured.
+        segment, and as if nothing were saved; empty where nothing was measured.
     short_us : the same where decays are such that a segment's end tells only of its last chunks.
     """
 
@@ -185,7 +185,7 @@ def split(shape: CallShape, target: str, processors: int, segment_chunks: int = 
         raise UnsupportedError("processors", processors, "1 or more")
     scan = _scan(shape, target)
     costs = TARGETS[target].costs
-    if costs is None or shape.loads != "tile" or shape.saves:
+    if costs is None or shape.loads != "tile":
         return Choice(shape, target, processors, segment_chunks, {}, {})
     chunks = -(-shape.longest // TARGETS[target].chunk[scan.features.gate])
     heads, gate = shape.chains * shape.value_heads, scan.features.gate

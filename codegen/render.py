@@ -78,7 +78,7 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
     return {
         "delta": op.delta,
         "gate": op.gate,
-        "saves": spec.saves,
+        "saves": spec.saves and spec.stage in ("prepare", "scan"),
         "outputs": spec.stage != "carry",
         "loads": spec.loads,
         # What is left of a state after a chunk, which tells a `carry` where to start.

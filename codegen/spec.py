@@ -20,7 +20,7 @@ STAGES: tuple[Stage, ...] = ("prepare", "carry", "combine", "scan")
 SEGMENT_STAGES: tuple[Stage, ...] = ("carry", "combine")
 HEAD_DIMS = (64, 128)
 COMBINE_COLUMNS = 8  # of a workgroup of `combine`
-DIVISIBLE = "a delta op, K = V, loads=tile, saves=False, and a target with segments"
+DIVISIBLE = "a delta op, K = V, loads=tile, and a target with segments"
 SUFFIX = {"cuda": ".cu", "hip": ".hip", "c++": ".cpp"}  # of a source file, by language
 FIELD_BYTES: dict[str, int] = {"tensormap": 128, "ptr": 8, "i64": 8, "i32": 4, "f32": 4}
 
@@ -81,8 +81,7 @@ class KernelSpec:
             saving = ", ".join(name for name, op in OPS.items() if op.saves)
             raise UnsupportedError("saves", f"True for {self.op}", f"the ops {saving}")
         if self.stage in SEGMENT_STAGES and not self.divisible:
-            options = f"K = {self.dk}, V = {self.dv}, loads={self.loads}, saves={self.saves}"
-            what = f"{self.stage} for {self.op} with {options} on {self.target}"
+            what = f"{self.stage} for {self.op} with K = {self.dk}, V = {self.dv}, loads={self.loads} on {self.target}"
             raise UnsupportedError("stage", what, f"prepare and scan; segments need {DIVISIBLE}")
         if self.schedule and self.stage != "scan":
             raise UnsupportedError("schedule", f"{self.schedule} for {self.stage}", "the stage scan")
@@ -93,8 +92,8 @@ class KernelSpec:
     def canonical(self) -> KernelSpec:
         """The one spec among those with the same code that lists, names and loaded kernels go by.
 
-        `prepare` never looks at states, and at values only where it writes the factors of a delta op. A default
-        schedule has no name of its own.
+        `prepare` never looks at states, and at values only where it writes the factors of a delta op. What is saved is
+        written by `prepare` and `scan` alone. A default schedule has no name of its own.
         """
         from qla.targets import TARGETS
 
@@ -102,9 +101,9 @@ class KernelSpec:
             default = self.schedule == TARGETS[self.target].schedules[0].name
             return replace(self, schedule="") if default else self
         if self.stage == "combine":  # states are float32 whatever the op
-            return replace(self, op="gated_delta_rule", dtype="bf16")
+            return replace(self, op="gated_delta_rule", dtype="bf16", saves=False)
         if self.stage == "carry":
-            return self
+            return replace(self, saves=False)
         factors = self.saves and self.features.delta
         return replace(self, saves=factors, dv=self.dv if factors else self.dk)
 
@@ -113,8 +112,7 @@ class KernelSpec:
         """Whether a call can be split into segments: see `SEGMENT_STAGES`."""
         from qla.targets import TARGETS
 
-        plain = self.loads == "tile" and not self.saves and self.dk == self.dv
-        return TARGETS[self.target].segments and self.features.delta and plain
+        return TARGETS[self.target].segments and self.features.delta and self.loads == "tile" and self.dk == self.dv
 
     def kernels(self, segments: bool = False) -> tuple[KernelSpec, ...]:
         """The kernels of a call with this `scan`, as canonical specs in the order of their launches."""

@@ -88,9 +88,17 @@ def test_specs_of_one_canonical_spec_are_one_kernel(target: str) -> None:
                 if other.canonical() == spec != other:
                     assert render(other).text.replace(other.name, spec.name) == render(spec).text
                     assert replace(render(other), spec=spec, entry=spec.name, text="") == replace(render(spec), text="")
+        if spec.stage == "carry" and OPS[spec.op].saves:
+            other = replace(spec, saves=True)
+            assert other.canonical() == spec
+            assert render(other).text.replace(other.name, spec.name) == render(spec).text
         if spec.stage == "combine":
-            for op, dtype in product(("delta_rule", "kda"), TARGETS[target].dtypes):
-                other = replace(spec, op=op, dtype=dtype)  # type: ignore[arg-type]
+            others = [
+                replace(spec, op=op, dtype=dtype, saves=saves)  # type: ignore[arg-type]
+                for op, dtype, saves in product(("delta_rule", "kda"), TARGETS[target].dtypes, (False, True))
+                if OPS[op].saves or not saves
+            ]
+            for other in others:
                 assert other.canonical() == spec != other
                 texts = [render(s).text.replace(s.name, "kernel") for s in (other, spec)]
                 # What is before is the numbers' type, which it has no use for.

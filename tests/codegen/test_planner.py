@@ -89,7 +89,7 @@ def test_long_sequences_with_few_heads_are_split_and_a_full_chip_is_left_alone()
     "change",
     [
         *({"op": "gla"}, {"dk": 64}, {"dv": 64}, {"loads": "strided"}),
-        *({"op": "delta_rule", "saves": True}, {"op": "gla", "saves": True}),
+        *({"op": "delta_rule", "saves": True, "dv": 64}, {"op": "gla", "saves": True}),
     ],
 )
 def test_what_cannot_be_split_is_not(change: dict[str, Any]) -> None:
@@ -97,9 +97,38 @@ def test_what_cannot_be_split_is_not(change: dict[str, Any]) -> None:
     choice = best(shape)
     assert choice.segment_chunks == 0
     assert choices(shape, "sm_90a", 132) == [choice]
-    # Strided loads and what is saved were not measured.
-    assert bool(choice.us) == (shape.loads == "tile" and not shape.saves)
+    # Strided loads were not measured.
+    assert bool(choice.us) == (shape.loads == "tile")
     assert "split" in Explanation(choice).reason
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("tokens", [512, 8192, 65536])
+def test_calls_that_save_are_split_as_others(dim: int, tokens: int) -> None:
+    shape = CallShape("delta_rule", "fp16", dim, dim, 2, tokens, 4, 4)
+    plain, saving = best(shape), best(replace(shape, saves=True))
+    assert (plain.segments > 1) == (tokens > 512)
+    assert (saving.segment_chunks, saving.us, saving.short_us) == (plain.segment_chunks, plain.us, plain.short_us)
+    assert saving.workgroups == plain.workgroups
+    changed = [x.stage for x, y in zip(saving.kernels, plain.kernels, strict=True) if x != y]
+    assert changed == ["prepare", "scan"]
+    assert all(spec.saves == (spec.stage in changed) for spec in saving.kernels)
+    # Each state is written once, however many segments there are.
+    states = 2 * (-(-tokens // 64) + 1) * 4 * dim * dim * 4
+    moved = [Explanation(choice).launches[-1].bytes for choice in (saving, plain)]
+    assert moved[0] - moved[1] == states - 2 * 4 * dim * dim * 4  # the final state is one of them
+
+
+def test_what_prepare_saves_was_not_measured() -> None:
+    saving = Explanation(best(replace(LONG, op="delta_rule", saves=True)))
+    assert saving.us is None
+    assert [launch.us is None for launch in saving.launches] == [True, False, False, False]
+    total = sum(saving.choice.us.values())
+    assert saving.reason.startswith(f"split: {total:.1f} µs predicted beside prepare, without segments ")
+    full = Explanation(best(replace(FULL, op="delta_rule", saves=True)))
+    assert full.reason.startswith(f"not split: {sum(full.choice.us.values()):.1f} µs predicted beside prepare, with ")
+    # Without a delta rule it is `scan` alone that saves.
+    assert Explanation(best(replace(LONG, op="gla", saves=True))).us is not None
 
 
 def test_of_equals_the_one_with_the_fewest_segments_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +330,9 @@ def test_text_of_an_explanation() -> None:
 def test_reasons_not_to_split() -> None:
     assert Explanation(best(replace(LONG, tokens=64))).reason == "not split: too few chunks for two segments"
     gla = Explanation(best(replace(LONG, op="gla"))).reason
-    assert gla == "not split; segments need a delta op, K = V, loads=tile, saves=False, and a target with segments"
+    assert gla == "not split; segments need a delta op, K = V, loads=tile, and a target with segments"
     strided = Explanation(best(replace(LONG, loads="strided"))).reason
-    assert strided.endswith("none was measured for loads=strided or saves=True")
+    assert strided.endswith("none was measured for loads=strided")
     explanation = Explanation(best(FULL))
     assert explanation.us is not None
     assert explanation.reason.startswith(f"not split: {explanation.us:.1f} µs predicted, with segments ")

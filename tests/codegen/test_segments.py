@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -26,15 +27,18 @@ typedef long long i64;
 {%- import "tile/common.j2" as common with context %}
 {{ common.arguments(abi) }}
 {{ common.segments() }}
-extern "C" void entry(const Args* args, int segment, int* out) {
-  const Segment s = segment_at(*args, segment);
-  const int all[] = {s.rows.batch, s.rows.start, s.rows.length, s.rows.slot, s.n_sequence, s.first, s.last,
-                     args->segment_chunks ? first_segment(*args, s.n_sequence) : s.n_sequence};
-  for (int i = 0; i < 8; i++) out[i] = all[i];
+extern "C" void entry(const Args& args, int n, int* out) {
+  const Segment segment = segment_at(args, n);
+  const Sequence sequence = segment.rows;
+  {{ states }}
+  const int all[] = {sequence.batch, sequence.start, sequence.length, sequence.slot, segment.n_sequence, segment.first,
+                     segment.last, args.segment_chunks ? first_segment(args, segment.n_sequence) : segment.n_sequence,
+                     (int)states};
+  for (int i = 0; i < 9; i++) out[i] = all[i];
 }
 """
 Place = dict[str, int]
-NAMES = ("batch", "start", "length", "slot", "n_sequence", "first", "last", "first_segment")
+NAMES = ("batch", "start", "length", "slot", "n_sequence", "first", "last", "first_segment", "states")
 
 
 class Args(ctypes.Structure):
@@ -44,7 +48,10 @@ class Args(ctypes.Structure):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Place]:
     """``place(segment, tokens, sequences, segment_chunks, boundaries)``."""
-    text = environment().from_string(TEXT).render(abi=ABI, C=C, K=64, V=64)
+    # How many saved states are before a segment's, as the kernel has it.
+    saving = render(KernelSpec("delta_rule", "scan", "bf16", 64, 64, "sm_90a", saves=True)).text
+    (states,) = re.findall(r"const i64 states = .*?;", saving, re.DOTALL)
+    text = environment().from_string(TEXT).render(abi=ABI, C=C, K=64, V=64, states=states)
     spec = KernelSpec("delta_rule", "scan", "bf16", 64, 64, "host")
     source = Source(spec, "entry", "c++", text, ABI, Limits(1, 0, 64, C))
     path = Path(tmp_path_factory.mktemp("segments")) / "segments.so"
@@ -128,6 +135,20 @@ def test_segments_of_rows(place: Callable[..., Place], tokens: int, chunks: int,
     check(place, [(n, 0, tokens) for n in range(batch)], tokens, chunks, None, False)
 
 
+@pytest.mark.parametrize("chunks", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("tokens", [n for n in LENGTHS if n])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_each_state_is_saved_once(place: Callable[..., Place], tokens: int, chunks: int, batch: int) -> None:
+    """The state at the start of each chunk by the segment it lies in, the one after the last token by the last."""
+    choice = split(CallShape("delta_rule", "bf16", 64, 64, batch, tokens, 1, 1, saves=True), "sm_90a", 132, chunks)
+    saved: list[int] = []
+    for segment in range(choice.segment_slots):
+        found = place(segment, tokens, batch, chunks, None, False)
+        count = -(-found["length"] // C) + found["last"]
+        saved += range(found["states"], found["states"] + count)
+    assert saved == list(range(batch * (-(-tokens // C) + 1)))
+
+
 @pytest.mark.parametrize("lengths", PACKED, ids=lambda lengths: "-".join(map(str, lengths))[:30])
 def test_not_split_each_sequence_is_one(place: Callable[..., Place], lengths: list[int]) -> None:
     bounds = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
@@ -163,6 +184,15 @@ def test_what_a_carry_reads_and_writes(op: str, dim: int) -> None:
     assert (carry.limits.threads, carry.limits.value_columns) == (192, 64)
     assert (combine.limits.threads, combine.limits.value_columns) == (dim, 8)
     assert carry.limits.shared_bytes < scan.limits.shared_bytes
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_only_the_last_segment_saves_the_state_at_its_end(dim: int) -> None:
+    """What the others end with the next one saves, as the state that it starts from."""
+    text = render(KernelSpec("delta_rule", "scan", "bf16", dim, dim, "sm_90a", saves=True)).text
+    loop, rest = text.split("if (!end.last) return;")
+    assert rest.count("save_state(S, chunks);") == 1
+    assert "save_state(S, chunks);" not in loop
 
 
 def _kernels(op: str, dim: int) -> tuple[KernelSpec, ...]:

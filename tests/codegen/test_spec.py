@@ -27,11 +27,10 @@ def spec(**changes: Any) -> KernelSpec:
         ({"loads": "random"}, UnsupportedError, "loads: got random; supported: tile, strided on sm_90a"),
         ({"target": "host", "loads": "strided"}, UnsupportedError, "loads: got strided; supported: tile on host"),
         ({"op": "kda", "saves": True}, UnsupportedError, "saves: got True for kda; supported: the ops delta_rule, gla"),
-        ({"stage": "carry"}, UnsupportedError, "carry for delta_rule with K = 64, V = 128, loads=tile, saves=False"),
+        ({"stage": "carry"}, UnsupportedError, "carry for delta_rule with K = 64, V = 128, loads=tile on sm_90a"),
         ({"stage": "carry", "dv": 64, "op": "gla"}, UnsupportedError, "segments need a delta op, K = V, loads=tile"),
         ({"stage": "combine", "dv": 64, "loads": "strided"}, UnsupportedError, "supported: prepare and scan; segments"),
-        ({"stage": "carry", "dv": 64, "saves": True}, UnsupportedError, "saves=True on sm_90a"),
-        ({"stage": "carry", "dv": 64, "target": "gfx950"}, UnsupportedError, "saves=False on gfx950"),
+        ({"stage": "carry", "dv": 64, "target": "gfx950"}, UnsupportedError, "loads=tile on gfx950"),
         ({"stage": "carry", "dv": 64, "schedule": "skewed"}, UnsupportedError, "skewed for carry; supported: the"),
         ({"stage": "prepare", "schedule": "serial"}, UnsupportedError, "serial for prepare; supported: the stage scan"),
         ({"schedule": "fastest"}, ScheduleError, "sm_90a has no schedule `fastest`; it has serial, "),
@@ -57,6 +56,8 @@ def test_what_is_not_supported_is_refused(changes: dict[str, Any], error: type[Q
         ({"op": "gla", "stage": "prepare", "saves": True}, {"op": "gla", "stage": "prepare", "dv": 64}),
         ({"op": "gla", "saves": True}, {"op": "gla", "saves": True}),
         ({"stage": "carry", "dv": 64, "dtype": "fp16"}, {"stage": "carry", "dv": 64, "dtype": "fp16"}),
+        ({"stage": "carry", "dv": 64, "saves": True}, {"stage": "carry", "dv": 64}),
+        ({"stage": "combine", "dv": 64, "saves": True}, {"stage": "combine", "dv": 64, "op": "gated_delta_rule"}),
         # States are float32 whatever the op.
         ({"stage": "combine", "dv": 64, "dtype": "fp16"}, {"stage": "combine", "dv": 64, "op": "gated_delta_rule"}),
     ],
@@ -76,7 +77,22 @@ def test_kernels_of_a_call(op: str) -> None:
     assert [s.schedule for s in spec(schedule="skewed").kernels()] == ["", "skewed"]
 
 
-@pytest.mark.parametrize("changes", [{"op": "gla", "dv": 64}, {}, {"dv": 64, "loads": "strided"}, {"target": "host"}])
+def test_what_is_saved_needs_no_other_kernels_between_prepare_and_scan() -> None:
+    plain, saving = (spec(dv=64, saves=saves).kernels(segments=True) for saves in (False, True))
+    assert saving[1:3] == plain[1:3]
+    assert [s.saves for s in saving] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"op": "gla", "dv": 64, "saves": True},
+        {"op": "gla", "dv": 64},
+        {},
+        {"dv": 64, "loads": "strided"},
+        {"target": "host"},
+    ],
+)
 def test_what_is_not_divisible_has_no_segments(changes: dict[str, Any]) -> None:
     assert not spec(**changes).divisible
     with pytest.raises(UnsupportedError, match="segments need"):

@@ -116,6 +116,18 @@ def test_segments(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, packed: b
     assert result.final_state.shape == (sequences, 4, 128, 128)
 
 
+def test_what_is_saved_of_segments_is_of_whole_sequences(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "plan_call", in_segments(2))
+    call = problem(op="delta_rule", g=None, T=300, saves=True)
+    result, arguments = launched_in_segments(recorder, call)
+    assert {spec.stage: spec.saves for spec in recorder.loaded} == {
+        "prepare": True, "carry": False, "combine": False, "scan": True,
+    }  # fmt: skip
+    assert result.states is not None
+    assert result.states.shape == (2, 6, 4, 128, 128)
+    assert arguments["scan"]["states"] == result.states.data_ptr()
+
+
 def test_shapes_decide_about_segments(recorder: Recorder) -> None:
     """A long sequence is split, a short one is not, each with kernels of its own; a warm call does not plan again."""
     long, short = problem(B=1, T=8192, H=1, HV=2), problem(B=1, T=64, H=1, HV=2)
