@@ -147,3 +147,16 @@ def forward(name: str, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         part = recurrence(DELTA[name], *(x[:, tokens] for x in inputs), state[rows])
         o[:, tokens], final[rows] = part
     return o, final.mT if v_first else final
+
+
+def chunk_states(name: str, **arguments: Any) -> torch.Tensor:
+    """Return `[B, chunks + 1, HV, K, V]` in float64: the state before each 64 tokens and after the last one."""
+    inputs = prepare(name, **arguments)
+    state = arguments.get("initial_state")
+    if state is None:
+        (B, _, HV, K), V = inputs[0].shape, inputs[2].shape[-1]
+        state = inputs[2].new_zeros(B, HV, K, V)
+    states = [state.double().mT if arguments.get("state_v_first") else state.double()]
+    for start in range(0, inputs[0].shape[1], 64):
+        states.append(recurrence(DELTA[name], *(x[:, start : start + 64] for x in inputs), states[-1])[1])
+    return torch.stack(states, 1)

@@ -20,19 +20,6 @@ def report(found: dict[str, float], bar: float) -> None:
     assert max(found.values()) <= bar, text
 
 
-def chunk_states(name: str, a: dict[str, torch.Tensor], state: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `[B, chunks + 1, H, K, V]`: the recurrence's state before each chunk and after the last token."""
-    q, k, v, decay, beta = reference.prepare(name, **a, scale=1.0)
-    B, T, H, K = k.shape
-    S = k.new_zeros(B, H, K, v.shape[-1]) if state is None else state.double()
-    states = [S]
-    for start in range(0, T, CHUNK):
-        part = (x[:, start : start + CHUNK] for x in (q, k, v, decay, beta))
-        S = reference.recurrence(reference.DELTA[name], *part, S)[1]
-        states.append(S)
-    return torch.stack(states, 1)
-
-
 def delta_factors(k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return T = (I + strictLower(diag(b) K K^T))^-1 and T diag(b) K, T diag(b) V per chunk, head-major float64."""
     k, v, beta = k.double(), v.double(), beta.double()
@@ -65,7 +52,7 @@ def test_delta_net_chunk_forward(L: int, K: int, V: int, keys: str, device: str,
     assert Aw.shape == Au.shape == (2, 3, L, CHUNK)
     A_ref, w_ref, u_ref = delta_factors(a["k"], a["v"], a["beta"])
     o_ref, _ = reference.forward("chunk_delta_rule", **token_major, scale=1.0)
-    S_ref = chunk_states("chunk_delta_rule", token_major).transpose(1, 2)
+    S_ref = reference.chunk_states("chunk_delta_rule", **token_major).transpose(1, 2)
     assert not S[:, :, 0].any()
     pairs = {"o": (o, o_ref.transpose(1, 2)), "S": (S, S_ref), "Aw": (Aw, A_ref), "Au": (Au, A_ref)}
     pairs |= {"w": (w, w_ref), "u": (u, u_ref)}
@@ -97,7 +84,7 @@ def test_gla_chunk_forward(T: int, K: int, V: int, state: bool, device: str, dty
     assert op.h is not None
     assert (op.h.dtype, final_state.dtype, o.dtype) == (torch.float32, torch.float32, dtype)
     o_ref, final_ref = reference.forward("chunk_gla", **a, scale=0.125)
-    h_ref = chunk_states("chunk_gla", {x: a[x] for x in ("q", "k", "v", "g")}, a.get("initial_state"))
+    h_ref = reference.chunk_states("chunk_gla", **a)
     pairs = {"o": (o, o_ref), "final_state": (final_state, final_ref), "h": (op.h, h_ref)}
     report({x: reference.relative_error(*pair) for x, pair in pairs.items()}, BARS[dtype])
     if state:
