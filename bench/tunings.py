@@ -39,10 +39,13 @@ def _numbers(schedule: Schedule, target: Target) -> list[tuple[list[int], int, i
 def tunings(target: str) -> list[Tuning]:
     """Return what can be forced on a target; whether it fits a workload's shared memory is found out by trying."""
     facts = TARGETS[target]
+    each = [(schedule, *numbers) for schedule in facts.schedules for numbers in _numbers(schedule, facts)]
+    # Schedules may differ in numbers alone: what one has itself is its own.
+    whose = {(s.order, *s.rings.values(), s.unroll, s.streams): s.name for s in facts.schedules}
     return [
         {"schedule": schedule.name, "rings": rings, "unroll": unroll, "streams": streams}
-        for schedule in facts.schedules
-        for rings, unroll, streams in _numbers(schedule, facts)
+        for schedule, rings, unroll, streams in each
+        if whose.setdefault((schedule.order, *rings, unroll, streams), schedule.name) == schedule.name
     ]
 
 

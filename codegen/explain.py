@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qla.codegen.ops import OPS
-from qla.codegen.planner import CallShape, Choice, choices
+from qla.codegen.planner import CallShape, Choice, choices, split
 from qla.codegen.render import render
 from qla.codegen.spec import DIVISIBLE, KernelSpec
 from qla.targets import TARGETS
@@ -70,16 +70,25 @@ class Explanation:
 
     @property
     def reason(self) -> str:
-        """Why sequences are split as they are."""
+        """Why sequences are split as they are, and why workgroups have the column blocks that they have."""
+        choice, why = self.choice, self._why_split
+        if choice.us and choice.schedule:
+            single = split(choice.shape, choice.target, choice.processors, choice.segment_chunks)
+            why += f"; scan {choice.schedule}: {choice.us['scan']:.1f} µs, otherwise {single.us['scan']:.1f} µs"
+        return why
+
+    @property
+    def _why_split(self) -> str:
         choice = self.choice
         if not choice.us:
             what = choice.target if TARGETS[choice.target].costs is None else "loads=strided"
             return f"not split; no time is predicted, since none was measured for {what}"
         if not choice.scan.divisible:
             return f"not split; segments need {DIVISIBLE}"
-        whole, *others = choices(choice.shape, choice.target, choice.processors)
+        every = choices(choice.shape, choice.target, choice.processors)
+        others = [other for other in every if other.segment_chunks]
         prepare, predicted = self.launches[0].us or 0.0, "predicted" + " beside prepare" * (self.us is None)
-        without = prepare + sum(whole.us.values())
+        without = prepare + min(sum(other.us.values()) for other in every if not other.segment_chunks)
         if choice.segment_chunks:
             long, short = (prepare + sum(us.values()) for us in (choice.us, choice.short_us))
             fading = f" ({short:.1f} µs where a state fades within a segment)" if short < long else ""

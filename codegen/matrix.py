@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any, cast
 
@@ -15,8 +16,8 @@ _Pair = tuple[tuple[int, Any], tuple[int, Any]]
 def full(target: str) -> list[KernelSpec]:
     """Every supported kernel of a target, each once (as its canonical spec), in a fixed order.
 
-    The runtime takes the default schedule, with or without segments. The other schedules are there to be measured: they
-    are listed for one dtype and the largest head dims.
+    The runtime takes the default schedule, with or without segments, or one with more column blocks to a workgroup. The
+    other schedules are there to be measured: they are listed for one dtype and the largest head dims.
     """
     facts = TARGETS[target]
     scans = [
@@ -28,8 +29,9 @@ def full(target: str) -> list[KernelSpec]:
     ]
     kernels = [kernel for scan in scans for kernel in scan.kernels()]
     kernels += [kernel for scan in scans if scan.divisible for kernel in scan.kernels(segments=True)]
+    kernels += [replace(scan, schedule=name) for scan in scans for name in scan.schedules[1:]]
     dtype, dim = cast(Dtype, facts.dtypes[0]), HEAD_DIMS[-1]
-    for schedule in facts.schedules[1:]:
+    for schedule in (s for s in facts.schedules[1:] if s.streams <= facts.schedules[0].streams):
         kernels += [KernelSpec(op, "scan", dtype, dim, dim, target, schedule=schedule.name) for op in OPS]
     return list(dict.fromkeys(kernels))
 

@@ -116,7 +116,7 @@ def time_of(cycles: Cycles, chip: Chip, waves: int, workgroups: int, moved: floa
 
 
 def working_waves(chip: Chip, threads: int, stage: str) -> int:
-    """Waves of a workgroup that do what is counted: on Hopper, `scan` has two warps more, which load and store."""
+    """Waves of a workgroup that do what is counted: on Hopper, others (two or more) of `scan` load and store."""
     if chip.lanes == 32 and stage in ("scan", "carry"):
-        return threads // _WARPGROUP * _WARPGROUP // chip.lanes
+        return (threads - 2 * chip.lanes) // _WARPGROUP * _WARPGROUP // chip.lanes
     return threads // chip.lanes

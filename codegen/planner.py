@@ -1,4 +1,5 @@
-"""How a call is run: into how many segments its sequences are split, and with which launches.
+"""How a call is run: into how many segments its sequences are split, how many column blocks a workgroup of `scan` has,
+and with which launches.
 
 `plan_call` is a pure function of shapes and of a target's data. It is given no tensors, so it reads no values: a call
 with other sequence lengths in `cu_seqlens` is planned the same, and nothing waits for a device. What explains a choice
@@ -83,6 +84,7 @@ class Choice:
     ----------
     shape, target, processors : what was asked.
     segment_chunks : chunks of a segment; 0 where sequences are not split.
+    schedule : of `scan`, as in `KernelSpec`.
     us : predicted microseconds of the stages whose time depends on that, where every state reaches the end of its
         segment, and as if nothing were saved; empty where nothing was measured.
     short_us : the same where decays are such that a segment's end tells only of its last chunks.
@@ -92,6 +94,7 @@ class Choice:
     target: str
     processors: int
     segment_chunks: int
+    schedule: str
     us: Mapping[Stage, float]
     short_us: Mapping[Stage, float]
 
@@ -103,7 +106,7 @@ class Choice:
     @property
     def scan(self) -> KernelSpec:
         """The kernel that walks the chunks."""
-        return _scan(self.shape, self.target)
+        return _scan(self.shape, self.target, self.schedule)
 
     @property
     def kernels(self) -> tuple[KernelSpec, ...]:
@@ -140,12 +143,13 @@ class Choice:
     def workgroups(self) -> tuple[int, ...]:
         """Of each launch."""
         shape, columns = self.shape, _columns(self.scan)
+        carry_columns = TARGETS[self.target].columns(shape.dv)
         # A workgroup of `prepare` takes some value heads of one q and k head.
         group = shape.value_heads // shape.heads if shape.heads else 0
         teams = 1 if self.scan.features.gate == "channel" else TARGETS[self.target].facts.get("teams", 1)
         counts = {
             "prepare": self.slots * shape.heads * -(-group // teams),
-            "carry": self.segment_slots * shape.value_heads * ((shape.dv + shape.dk) // columns),
+            "carry": self.segment_slots * shape.value_heads * ((shape.dv + shape.dk) // carry_columns),
             "combine": shape.chains * shape.value_heads * (shape.dv // COMBINE_COLUMNS),
             "scan": self.segment_slots * shape.value_heads * (shape.dv // columns),
         }
@@ -153,7 +157,7 @@ class Choice:
 
 
 def plan_call(shape: CallShape, target: str, processors: int) -> Choice:
-    """The split with the least `Choice.cost`; of equals that with the fewest segments.
+    """What has the least `Choice.cost`; of equals that with the fewest segments, and with the default schedule.
 
     Nothing is split where nothing was measured. Packed sequences are taken to be of equal length.
 
@@ -172,39 +176,40 @@ def plan_call(shape: CallShape, target: str, processors: int) -> Choice:
 
 
 def choices(shape: CallShape, target: str, processors: int) -> list[Choice]:
-    """What `plan_call` chooses from: not split, then segments from long to short."""
+    """What `plan_call` chooses from: not split, then segments from long to short, each with every schedule."""
     whole = split(shape, target, processors)
+    schedules = whole.scan.schedules if whole.us else ("",)
     most = min(MOST_SEGMENTS, whole.chunks // 2) if whole.us and whole.scan.divisible else 1
     lengths = dict.fromkeys(-(-whole.chunks // segments) for segments in range(2, most + 1))
-    return [whole, *(split(shape, target, processors, length) for length in lengths)]
+    return [split(shape, target, processors, length, name) for length in (0, *lengths) for name in schedules]
 
 
-def split(shape: CallShape, target: str, processors: int, segment_chunks: int = 0) -> Choice:
+def split(shape: CallShape, target: str, processors: int, segment_chunks: int = 0, schedule: str = "") -> Choice:
     """The call with segments of so many chunks, whatever time that takes; 0 does not split sequences."""
     if processors < 1:
         raise UnsupportedError("processors", processors, "1 or more")
-    scan = _scan(shape, target)
+    scan = _scan(shape, target, schedule)
     costs = TARGETS[target].costs
     if costs is None or shape.loads != "tile":
-        return Choice(shape, target, processors, segment_chunks, {}, {})
+        return Choice(shape, target, processors, segment_chunks, schedule, {}, {})
     chunks = -(-shape.longest // TARGETS[target].chunk[scan.features.gate])
     heads, gate = shape.chains * shape.value_heads, scan.features.gate
     long, short = (
         _predict(costs, scan, heads, chunks, segment_chunks, processors, reach)
         for reach in (chunks, costs.reach_chunks.get(gate, chunks))
     )
-    return Choice(shape, target, processors, segment_chunks, long, short)
+    return Choice(shape, target, processors, segment_chunks, schedule, long, short)
 
 
-def _scan(shape: CallShape, target: str) -> KernelSpec:
-    return KernelSpec(shape.op, "scan", shape.dtype, shape.dk, shape.dv, target, shape.loads, shape.saves)
+def _scan(shape: CallShape, target: str, schedule: str) -> KernelSpec:
+    return KernelSpec(shape.op, "scan", shape.dtype, shape.dk, shape.dv, target, shape.loads, shape.saves, schedule)
 
 
 def _columns(scan: KernelSpec) -> int:
     """Value columns of a workgroup of `scan`."""
     target = TARGETS[scan.target]
     columns = target.columns(scan.dv)
-    return columns * min(target.schedules[0].streams, scan.dv // columns)
+    return columns * min(target.schedule(scan.schedule).streams, scan.dv // columns)
 
 
 def _predict(
@@ -215,9 +220,10 @@ def _predict(
     A state matters for `reach` chunks.
     """
     length, gate = segment_chunks or chunks, scan.features.gate
-    segments, columns = -(-chunks // length), _columns(scan)
-    workgroups = heads * segments * (scan.dv // columns)
-    alone, full = costs.scan_chunk_us[gate]
+    segments, columns = -(-chunks // length), TARGETS[scan.target].columns(scan.dv)
+    workgroups = heads * segments * (scan.dv // _columns(scan))
+    scan_us = {**costs.scan_chunk_us, **(costs.pair_chunk_us if _columns(scan) > columns else {})}
+    alone, full = scan_us[gate]
     chunk_us = alone + (full - alone) * min(1, workgroups / processors)
     us: dict[Stage, float] = {"scan": -(-workgroups // processors) * length * chunk_us + costs.launch_us}
     if not segment_chunks:

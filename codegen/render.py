@@ -65,8 +65,7 @@ def _place(error: jinja2.TemplateError) -> str:
 
 def schedule_of(spec: KernelSpec) -> Schedule:
     """The schedule a spec names, or its target's default."""
-    schedules = TARGETS[spec.target].schedules
-    return next(s for s in schedules if s.name == (spec.schedule or schedules[0].name))
+    return TARGETS[spec.target].schedule(spec.schedule)
 
 
 def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
     if chain.prologue and target.language == "c++":
         raise ScheduleError(f"schedule {schedule.name}: {target.name} walks one chunk after the other, nothing ahead")
     offsets, record_bytes = record_layout(program.record, element)
-    streams = min(schedule.streams, spec.dv // columns)
+    streams = min(schedule.streams, spec.dv // columns) if outputs else 1
     chunk = target.chunk[spec.features.gate]
     layout, turned = SharedLayout(), dict[str, bool]()
     if target.asynchronous:

@@ -6,10 +6,13 @@ Both are frozen values: rendering is a pure function between them, so a spec nam
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from qla.codegen.ops import OPS, Op
 from qla.errors import ScheduleError, UnsupportedError
+
+if TYPE_CHECKING:
+    from qla.targets import Schedule
 
 Stage = Literal["prepare", "carry", "combine", "scan"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -88,6 +91,22 @@ class KernelSpec:
         known = [schedule.name for schedule in target.schedules]
         if self.schedule and self.schedule not in known:
             raise ScheduleError(f"{self.target} has no schedule `{self.schedule}`; it has {', '.join(known)}")
+        schedule = target.schedule(self.schedule)
+        if self.schedule and not self._fits(schedule):
+            options = f"V = {self.dv}, loads={self.loads}, saves={self.saves}"
+            gates, columns = ", ".join(schedule.gates), target.columns(self.dv) * schedule.streams
+            only = f"gates {gates}, V = {columns}, loads=tile, saves=False"
+            raise UnsupportedError("schedule", f"{self.schedule} for {self.op} with {options}", only)
+
+    def _fits(self, schedule: Schedule) -> bool:
+        """Whether a schedule has kernels like this one: one with more column blocks than the default has plain ones."""
+        from qla.targets import TARGETS
+
+        target = TARGETS[self.target]
+        more = schedule.streams > target.schedules[0].streams
+        plain = self.loads == "tile" and not self.saves
+        plain &= self.features.gate in schedule.gates and self.dv % (target.columns(self.dv) * schedule.streams) == 0
+        return plain or not more
 
     def canonical(self) -> KernelSpec:
         """The one spec among those with the same code that lists, names and loaded kernels go by.
@@ -113,6 +132,14 @@ class KernelSpec:
         from qla.targets import TARGETS
 
         return TARGETS[self.target].segments and self.features.delta and self.loads == "tile" and self.dk == self.dv
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """What a call with this `scan` can be run with: the default, and more column blocks to a workgroup."""
+        from qla.targets import TARGETS
+
+        default, *others = TARGETS[self.target].schedules
+        return ("", *(x.name for x in others if x.streams > default.streams and self._fits(x)))
 
     def kernels(self, segments: bool = False) -> tuple[KernelSpec, ...]:
         """The kernels of a call with this `scan`, as canonical specs in the order of their launches."""

@@ -81,10 +81,12 @@ class PlanKey:
     loads: Loads
     saves: bool
     segments: bool = False
+    schedule: str = ""
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """The specs of the kernels, in the order of their launches."""
-        scan = KernelSpec(self.op, "scan", self.dtype, self.dk, self.dv, self.target, self.loads, self.saves)
+        which = (self.dtype, self.dk, self.dv, self.target, self.loads, self.saves, self.schedule)
+        scan = KernelSpec(self.op, "scan", *which)
         return scan.kernels(self.segments)
 
 
@@ -149,7 +151,7 @@ def plan_for(choice: Choice, index: int) -> Plan:
     """The kernels of a choice on a device, built, compiled and loaded where this is the first call to take them."""
     call = choice.shape
     which = (call.op, call.dtype, call.dk, call.dv, choice.target, index, call.loads, call.saves)
-    key = PlanKey(*which, segments=bool(choice.segment_chunks))
+    key = PlanKey(*which, segments=bool(choice.segment_chunks), schedule=choice.schedule)
     plan = _plans.get(key)
     if plan is None:
         with _lock:

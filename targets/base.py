@@ -20,8 +20,10 @@ class Schedule:
         others work on chunk n); ``QS:1/2`` issues the first of two halves of the step's products along their inner
         dimension. Steps an op does not have are passed over.
     rings : tiles that travel together ("K V rows"), each with the number of buffers of its ring.
-    streams : column blocks (of the target's width) that one workgroup owns.
+    streams : column blocks (of the target's width) that one workgroup owns. The planner chooses between the default and
+        schedules with more of them; the others are there to be measured.
     unroll : chunks per pass of the main loop.
+    gates : kinds of gate that it is for.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Schedule:
     rings: Mapping[str, int] = field(default_factory=dict)
     streams: int = 1
     unroll: int = 1
+    gates: tuple[str, ...] = ("none", "head", "channel")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Costs:
     Parameters
     ----------
     scan_chunk_us : of a chunk of a `scan`, by gate kind: alone on the device, and where each processor has one.
+    pair_chunk_us : likewise of a `scan` whose workgroups have two column blocks each.
     carry_chunk_us : likewise of a chunk of a `carry`: alone on a processor, and of two of them where two fit.
     reach_chunks : chunks that a `carry` walks through at least, by gate kind, with decays as models have them; none
         where it always walks through all of a segment.
@@ -50,6 +54,7 @@ class Costs:
     """
 
     scan_chunk_us: Mapping[str, tuple[float, float]]
+    pair_chunk_us: Mapping[str, tuple[float, float]]
     carry_chunk_us: Mapping[str, tuple[float, float]]
     reach_chunks: Mapping[str, int]
     combine_step_us: float
@@ -141,6 +146,10 @@ class Target:
     def loads(self) -> tuple[str, ...]:
         """Ways of loading q, k and v that are kernels of their own: a CPU reads any strides with one."""
         return ("tile",) if self.language == "c++" else ("tile", "strided")
+
+    def schedule(self, name: str = "") -> Schedule:
+        """By its name; the default without one."""
+        return next(s for s in self.schedules if s.name == (name or self.schedules[0].name))
 
     def columns(self, dv: int) -> int:
         """Value columns of one column block of head dim `dv`."""

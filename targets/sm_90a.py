@@ -11,6 +11,8 @@ _SERIAL = ("save", "Sr", "U", "QS", "V", "rows", "W", "V2", "decay", "Vr", "O", 
 # On an H200; where a sweep was measured, tuned/sm_90a.json takes their place.
 _COSTS = Costs(
     scan_chunk_us={"none": (0.88, 1.0), "head": (0.88, 1.0), "channel": (1.0, 1.5)},
+    # Estimates, from 946 instead of 1079 us for 8 x 8192 tokens of 64 heads and 685 instead of 513 for 1 x 32768.
+    pair_chunk_us={"none": (1.15, 1.84), "head": (1.15, 1.84)},
     # Two of them fit on a multiprocessor, but with channel gates one.
     carry_chunk_us={"none": (0.64, 0.96), "head": (0.64, 0.96), "channel": (0.9, 1.8)},
     reach_chunks={"head": 17},  # with gates logsigmoid(x + 2), x standard normal
@@ -40,6 +42,9 @@ TARGET = Target(
     chunk={"none": 64, "head": 64, "channel": 64},
     schedules=(
         Schedule(name="serial", order=_SERIAL, rings=_RINGS, unroll=3),
+        # Both column blocks of a head of 128 values share K, Q, A and P: less to load where the chip is full. With
+        # channel gates three buffers of two forms of K do not fit, and most of what is loaded is a value head's own.
+        Schedule(name="paired", order=_SERIAL, rings=_RINGS, streams=2, unroll=3, gates=("none", "head")),
         # The state update and O of chunk n run while the values of chunk n + 1 are prepared. Row factors are fetched
         # before the state update: a shared-memory load issued while it runs waits some 250 cycles.
         Schedule(
@@ -54,9 +59,10 @@ TARGET = Target(
     ),
     flags=("-std=c++17", "-default-device", "-ftz=true"),
     build="nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -ftz=true -o {name}.cubin {name}.cu",
-    # Chain warpgroup, load warp, store warp: a workgroup has one column block.
+    # Chain warpgroup, load warp, store warp. With two column blocks, a whole third warpgroup loads and stores, since
+    # `setmaxnreg` is for warpgroups.
     # In `prepare`, each of the four warps inverts the matrix of a value head (with channel gates there is one head).
-    facts={"scan_threads": {1: 192}, "teams": 4},
+    facts={"scan_threads": {1: 192, 2: 384}, "teams": 4},
     processors=132,
     segments=True,
     costs=tuned("sm_90a", _COSTS),

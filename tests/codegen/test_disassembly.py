@@ -27,6 +27,13 @@ SPECS = [
     for dtype in TARGET.dtypes
     for schedule in ("", "serial")
 ]
+PAIRS = [
+    KernelSpec(op, "scan", dtype, dk, 128, "sm_90a", schedule="paired")  # type: ignore[arg-type]
+    for op in ("gated_delta_rule", "delta_rule")
+    for dtype in TARGET.dtypes
+    for dk in (64, 128)
+]
+SPECS += PAIRS
 SPECS += [
     KernelSpec("gated_delta_rule", "scan", "bf16", 64, 64, "sm_90a"),
     KernelSpec("kda", "scan", "fp16", 64, 128, "sm_90a"),
@@ -220,6 +227,58 @@ def test_a_carry_has_the_products_of_the_state_alone(spec: KernelSpec) -> None:
     assert TARGET.costs is not None
     alone, two = TARGET.costs.carry_chunk_us[spec.features.gate]
     assert fits == (two < 2 * alone)
+
+
+def registers_of(i: Instruction) -> int:
+    """How many registers a thread must have for an instruction."""
+    plain, addresses = re.sub(r"\[.*?\]", "", i.operands), " ".join(re.findall(r"\[.*?\]", i.operands))
+    wide = 4 if re.search(r"\.128\b|\.MT88\.4", i.name) else 2 if re.search(r"\.64\b|WIDE", i.name) else 1
+    widths = [wide] * plain.count("R")
+    if product := re.match(r"HGMMA\.64x(\d+)x16", i.name):
+        widths[:2] = [int(product[1]) // 2, 4]
+    ends = [int(number) + width for number, width in zip(re.findall(r"\bR(\d+)", plain), widths, strict=False)]
+    ends += [int(number) + (2 if wide else 1) for number, wide in re.findall(r"\bR(\d+)(\.64)?", addresses)]
+    return max(ends, default=0)
+
+
+def registers_after(code: Code, start: int) -> int:
+    """How many registers the code needs that is reached from an address."""
+    at = {i.address: n for n, i in enumerate(code.instructions)}
+    todo, seen = [at[start]], set[int]()
+    while todo:
+        n = todo.pop()
+        if n in seen or n == len(code.instructions):
+            continue
+        seen.add(n)
+        i = code.instructions[n]
+        if i.name == "BRA":
+            todo.append(at[code.labels[re.findall(r"\.L_x_\d+", i.operands)[0]]])
+        if i.name not in ("BRA", "EXIT") or i.predicate:
+            todo.append(n + 1)
+    return max(registers_of(code.instructions[n]) for n in seen)
+
+
+@pytest.mark.parametrize("spec", PAIRS, ids=lambda spec: spec.name)
+def test_warpgroups_of_a_pair_hand_over_no_more_registers_than_the_launch_has(spec: KernelSpec) -> None:
+    """What waits for registers that there are not waits forever, and what uses more than it has is undefined."""
+    code = code_of(spec)
+    threads = render(spec).limits.threads
+    assert threads == 3 * 128
+    start = resources.report(b"", code.log, TARGET).registers
+    assert start * threads <= 65536
+    (given_back,), (taken,) = (
+        [i for i in code.named("USETMAXREG") if f".{how}" in i.name] for how in ("DEALLOC", "TRY_ALLOC")
+    )
+    few, many = (int(i.operands.split(", ")[-1], 16) for i in (given_back, taken))
+    assert few < start < many
+    assert few + 2 * many <= 3 * start
+    assert registers_after(code, given_back.address) <= few
+    assert registers_after(code, taken.address) <= many
+    # All threads meet once, before the roles part: some warps have left when others are done.
+    (meeting,) = code.named("BAR")
+    assert meeting.address < min(given_back.address, taken.address)
+    assert len(code.named("UTMASTG")) == 1
+    assert ("setmaxnreg" not in code.log) or "ignored" not in code.log
 
 
 def test_a_combine_is_float32_without_products() -> None:

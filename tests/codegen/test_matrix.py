@@ -41,7 +41,7 @@ def test_full_has_every_choice(target: str) -> None:
         expected |= set(product(delta, ("carry",), facts.dtypes, HEAD_DIMS))
         expected |= {("gated_delta_rule", "combine", "bf16", dk) for dk in HEAD_DIMS}
     assert plain == expected
-    assert len(specs) == {"sm_90a": 162, "gfx942": 144, "gfx950": 144, "host": 108}[target]
+    assert len(specs) == {"sm_90a": 170, "gfx942": 144, "gfx950": 144, "host": 108}[target]
     scans = {(s.dk, s.dv) for s in specs if s.stage == "scan"}
     assert scans == {(dk, dv) for dk in HEAD_DIMS for dv in HEAD_DIMS}
     assert {s.schedule or facts.schedules[0].name for s in specs} == {s.name for s in facts.schedules}
@@ -72,10 +72,12 @@ def test_the_runtime_asks_for_listed_kernels_only(target: str) -> None:
         for saves in (False, True) if OPS[op].saves else (False,):
             key = PlanKey(op, dtype, dk, dv, target, 0, loads, saves)  # type: ignore[arg-type]
             asked |= set(key.specs())
-            if key.specs()[-1].divisible:
-                asked |= set(replace(key, segments=True).specs())
+            for schedule in key.specs()[-1].schedules:
+                asked |= set(replace(key, schedule=schedule).specs())
+                if key.specs()[-1].divisible:
+                    asked |= set(replace(key, schedule=schedule, segments=True).specs())
     assert asked <= listed
-    assert listed - asked == {spec for spec in listed if spec.schedule}
+    assert listed - asked == {spec for spec in listed if spec.schedule == "skewed"}
 
 
 def test_specs_of_one_canonical_spec_are_one_kernel(target: str) -> None:

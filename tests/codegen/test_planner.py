@@ -66,10 +66,11 @@ def test_the_choice_is_the_least_of_all_splits(op: str, processors: int) -> None
     for tokens, (heads, value_heads), batch in product((64, 2048, 32768), HEADS, (1, 8)):
         shape = CallShape(op, "fp16", 128, 128, batch, tokens, heads, value_heads)
         choice, chunks = best(shape, processors), -(-tokens // 64)
-        every = {n: split(shape, "sm_90a", processors, n) for n in range(1, chunks)}
-        allowed = [c for n, c in every.items() if n > 1 and c.segments <= MOST_SEGMENTS]
-        whole = split(shape, "sm_90a", processors)
-        assert choice.cost == min(each.cost for each in [whole, *allowed])
+        schedules = choice.scan.schedules
+        every = [split(shape, "sm_90a", processors, n, name) for n in range(2, chunks) for name in schedules]
+        allowed = [c for c in every if c.segments <= MOST_SEGMENTS]
+        whole = [split(shape, "sm_90a", processors, schedule=name) for name in schedules]
+        assert choice.cost == min(each.cost for each in [*whole, *allowed])
         assert choice in choices(shape, "sm_90a", processors)
         assert (choice.segment_chunks == 0) == (choice.segments == 1)
 
@@ -96,7 +97,8 @@ def test_what_cannot_be_split_is_not(change: dict[str, Any]) -> None:
     shape = replace(LONG, **change)
     choice = best(shape)
     assert choice.segment_chunks == 0
-    assert choices(shape, "sm_90a", 132) == [choice]
+    assert choice in choices(shape, "sm_90a", 132)
+    assert not any(other.segment_chunks for other in choices(shape, "sm_90a", 132))
     # Strided loads were not measured.
     assert bool(choice.us) == (shape.loads == "tile")
     assert "split" in Explanation(choice).reason
@@ -140,6 +142,32 @@ def test_of_equals_the_one_with_the_fewest_segments_is_taken(monkeypatch: pytest
     )  # fmt: skip
     monkeypatch.setitem(TARGETS, "sm_90a", replace(HOPPER, costs=free))
     assert best(LONG).segment_chunks == 0
+
+
+def test_two_column_blocks_share_a_workgroup_where_the_chip_is_full() -> None:
+    for full_chip in (FULL, replace(FULL, op="delta_rule"), replace(FULL, dk=64), replace(GDN, batch=4, tokens=2048)):
+        choice, single = best(full_chip), split(full_chip, "sm_90a", 132)
+        assert choice.schedule == choice.kernels[-1].schedule == "paired"
+        assert choice.workgroups == (single.workgroups[0], single.workgroups[1] // 2)
+        assert us(choice) < us(single)
+    # Single ones fill the chip, or fit on it; there is one column block; nothing was measured.
+    others = ({"batch": 1}, {"batch": 1, "value_heads": 16}, {"dv": 64}, {"op": "kda"}, {"op": "gla"})
+    for other in (*others, {"loads": "strided"}, {"op": "delta_rule", "saves": True}):
+        assert best(replace(FULL, **other)).schedule == ""
+
+
+def test_pairs_and_segments_together() -> None:
+    """`carry` has single column blocks whatever `scan` has."""
+    single, pairs = (split(LONG, "sm_90a", 132, 64, name) for name in ("", "paired"))
+    assert [spec.schedule for spec in pairs.kernels] == ["", "", "", "paired"]
+    assert pairs.workgroups == (*single.workgroups[:3], single.workgroups[3] // 2) == (2048, 512, 128, 128)
+    assert {stage: t for stage, t in pairs.us.items() if stage != "scan"} == {
+        stage: t for stage, t in single.us.items() if stage != "scan"
+    }
+    alone, full = COSTS.pair_chunk_us["head"]
+    assert pairs.us["scan"] == pytest.approx(64 * (alone + (full - alone) * 128 / 132) + COSTS.launch_us)
+    with pytest.raises(UnsupportedError, match="paired for kda"):
+        split(replace(LONG, op="kda"), "sm_90a", 132, 64, "paired")
 
 
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "sm_90a"])
@@ -237,7 +265,7 @@ def test_packed_sequences_are_taken_as_an_even_split() -> None:
     explanation = Explanation(best(replace(GDN, tokens=1000, sequences=7)))
     assert explanation.choice.chunks == 3  # 6 sequences of 143 tokens and one of 142
     assert "if they are split evenly" in str(explanation)
-    assert explanation.launches[-1].workgroups == 7 * 32 * 2
+    assert Explanation(split(explanation.choice.shape, "sm_90a", 132)).launches[-1].workgroups == 7 * 32 * 2
     whole = Explanation(best(replace(GDN, tokens=1000, sequences=1)))
     assert "evenly" not in str(whole)
     assert us(whole.choice) == us(best(replace(GDN, tokens=1000)))
@@ -252,8 +280,8 @@ def test_planned_kernels_are_those_of_the_list_and_do_what_the_plan_says(target:
     listed = set(full(target))
     for spec in [s for s in listed if s.stage == "scan" and s.dtype == "bf16" and not s.schedule]:
         shape = CallShape(spec.op, spec.dtype, spec.dk, spec.dv, 3, 200, 2, 4, 0, spec.loads, spec.saves)
-        for segment_chunks in (0, 2) if spec.divisible else (0,):
-            choice = split(shape, target, 132, segment_chunks)
+        for segment_chunks, schedule in product((0, 2) if spec.divisible else (0,), spec.schedules):
+            choice = split(shape, target, 132, segment_chunks, schedule)
             assert set(choice.kernels) <= listed
             sources = [render(kernel) for kernel in choice.kernels]
             limits = {source.spec.stage: source.limits for source in sources}
@@ -336,6 +364,8 @@ def test_reasons_not_to_split() -> None:
     explanation = Explanation(best(FULL))
     assert explanation.us is not None
     assert explanation.reason.startswith(f"not split: {explanation.us:.1f} µs predicted, with segments ")
+    pairs, single = (split(FULL, "sm_90a", 132, schedule=name).us["scan"] for name in ("paired", ""))
+    assert explanation.reason.endswith(f"at best; scan paired: {pairs:.1f} µs, otherwise {single:.1f} µs")
 
 
 def explain(*arguments: str) -> Any:

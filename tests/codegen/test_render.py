@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ GOLDEN_SPECS = [
     KernelSpec("gated_delta_rule", "prepare", "bf16", 128, 128, "sm_90a"),
     KernelSpec("gated_delta_rule", "scan", "bf16", 128, 128, "sm_90a"),
     KernelSpec("gated_delta_rule", "scan", "bf16", 128, 128, "sm_90a", schedule="skewed"),
+    KernelSpec("gated_delta_rule", "scan", "bf16", 128, 128, "sm_90a", schedule="paired"),
     KernelSpec("gated_delta_rule", "carry", "bf16", 128, 128, "sm_90a"),
     KernelSpec("gated_delta_rule", "combine", "bf16", 64, 64, "sm_90a"),
     KernelSpec("kda", "scan", "fp16", 128, 64, "sm_90a"),
@@ -302,6 +304,18 @@ def test_kernels_of_different_specs_differ_in_more_than_their_name() -> None:
             body = source.text.replace(source.entry, "kernel")
             same = seen.setdefault(hashlib.sha256(body.encode()).hexdigest(), spec)
             assert same == spec, f"{same.name} and {spec.name} are one kernel"
+
+
+def test_a_pair_of_column_blocks_shares_what_it_loads_but_its_values() -> None:
+    for spec in (spec for spec in EVERY_SPEC if spec.schedule == "paired"):
+        single, pair = render(replace(spec, schedule="")), render(spec)
+        assert (pair.abi, pair.workspace) == (single.abi, single.workspace)
+        assert (single.limits.value_columns, pair.limits.value_columns) == (64, 128)
+        assert (single.limits.threads, pair.limits.threads) == (192, 384)
+        # Three more buffers of V, one of O, and its two barriers.
+        assert pair.limits.shared_bytes - single.limits.shared_bytes == 4 * 64 * 64 * 2 + 2 * 8
+    handing_over = {spec for spec in EVERY_SPEC if "setmaxnreg" in render(spec).text}
+    assert handing_over == {spec for spec in EVERY_SPEC if spec.schedule == "paired"}
 
 
 # ---- golden files ----------------------------------------------------------------------------------------------------

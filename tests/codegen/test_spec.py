@@ -34,6 +34,10 @@ def spec(**changes: Any) -> KernelSpec:
         ({"stage": "carry", "dv": 64, "schedule": "skewed"}, UnsupportedError, "skewed for carry; supported: the"),
         ({"stage": "prepare", "schedule": "serial"}, UnsupportedError, "serial for prepare; supported: the stage scan"),
         ({"schedule": "fastest"}, ScheduleError, "sm_90a has no schedule `fastest`; it has serial, "),
+        ({"schedule": "paired", "dv": 64}, UnsupportedError, "paired for delta_rule with V = 64, loads=tile, saves=F"),
+        ({"schedule": "paired", "loads": "strided"}, UnsupportedError, "gates none, head, V = 128, loads=tile, saves="),
+        ({"schedule": "paired", "saves": True}, UnsupportedError, "schedule: got paired for delta_rule with V = 128"),
+        ({"schedule": "paired", "op": "kda"}, UnsupportedError, "schedule: got paired for kda with V = 128"),
         ({"target": "gfx950", "schedule": "skewed"}, ScheduleError, "gfx950 has no schedule `skewed`; it has serial"),
     ],
 )
@@ -49,6 +53,7 @@ def test_what_is_not_supported_is_refused(changes: dict[str, Any], error: type[Q
         ({}, {}),
         ({"schedule": "serial"}, {}),
         ({"schedule": "skewed"}, {"schedule": "skewed"}),
+        ({"schedule": "paired"}, {"schedule": "paired"}),
         ({"saves": True}, {"saves": True}),
         ({"stage": "prepare"}, {"stage": "prepare", "dv": 64}),
         ({"stage": "prepare", "loads": "strided"}, {"stage": "prepare", "dv": 64, "loads": "strided"}),
@@ -75,6 +80,14 @@ def test_kernels_of_a_call(op: str) -> None:
     assert all(s.canonical() == s for s in kernels)
     assert (kernels[0], kernels[3]) == scan.kernels()
     assert [s.schedule for s in spec(schedule="skewed").kernels()] == ["", "skewed"]
+    pairs = spec(op="gated_delta_rule", dk=128, schedule="paired").kernels(segments=True)
+    assert [s.schedule for s in pairs] == ["", "", "", "paired"]
+
+
+def test_pairs_of_column_blocks_are_for_plain_calls_with_two_of_them() -> None:
+    assert spec().schedules == spec(op="gated_delta_rule", dtype="fp16").schedules == ("", "paired")
+    others = ({"dv": 64}, {"loads": "strided"}, {"saves": True}, {"op": "gla"}, {"op": "kda"}, {"target": "gfx950"})
+    assert {spec(**other).schedules for other in others} == {("",)}
 
 
 def test_what_is_saved_needs_no_other_kernels_between_prepare_and_scan() -> None:

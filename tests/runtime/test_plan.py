@@ -128,6 +128,16 @@ def test_what_is_saved_of_segments_is_of_whole_sequences(recorder: Recorder, mon
     assert arguments["scan"]["states"] == result.states.data_ptr()
 
 
+def test_shapes_decide_about_column_blocks_of_a_workgroup(recorder: Recorder) -> None:
+    """Pairs of them where the chip is full, with a kernel of their own."""
+    recorder.processors = 8
+    plan.run(problem(B=4, T=300, H=2, HV=4))
+    plan.run(problem(B=1, T=64, H=1, HV=2))
+    assert blocks(recorder) == [4 * 5 * 2, 4 * 4, 1, 2 * 2]
+    kernels = [layout.plan.key.specs() for layout in plan.layouts.values() if layout is not None]
+    assert [[spec.schedule for spec in each] for each in kernels] == [["", "paired"], ["", ""]]
+
+
 def test_shapes_decide_about_segments(recorder: Recorder) -> None:
     """A long sequence is split, a short one is not, each with kernels of its own; a warm call does not plan again."""
     long, short = problem(B=1, T=8192, H=1, HV=2), problem(B=1, T=64, H=1, HV=2)

@@ -95,7 +95,8 @@ def test_the_default_schedule_is_the_first(name: str) -> None:
     assert len({s.name for s in schedules}) == len(schedules)
     assert schedule_of(KernelSpec("kda", "scan", "bf16", 64, 64, name)) is schedules[0]
     for schedule in schedules:
-        assert schedule_of(KernelSpec("kda", "scan", "bf16", 64, 64, name, schedule=schedule.name)) is schedule
+        op = next(op for op, features in OPS.items() if features.gate in schedule.gates)
+        assert schedule_of(KernelSpec(op, "scan", "bf16", 64, 128, name, schedule=schedule.name)) is schedule
 
 
 @every_target
@@ -124,10 +125,21 @@ def test_hopper_has_a_serial_and_a_skewed_schedule_and_amd_a_serial_one() -> Non
 @every_target
 def test_every_schedule_renders_for_every_op(name: str) -> None:
     for schedule in TARGETS[name].schedules:
-        for op in OPS:
+        for op in (op for op, features in OPS.items() if features.gate in schedule.gates):
             source = render(KernelSpec(op, "scan", "bf16", 128, 128, name, schedule=schedule.name))
             assert source.limits.shared_bytes <= TARGETS[name].shared_limit
             assert source.limits.chunk == TARGETS[name].chunk[OPS[op].gate]
+
+
+def test_pairs_have_times_for_each_gate_that_they_are_for() -> None:
+    (paired,) = (s for s in TARGETS["sm_90a"].schedules if s.streams == 2)
+    costs = TARGETS["sm_90a"].costs
+    assert costs is not None
+    assert set(costs.pair_chunk_us) == set(paired.gates)
+    for gate, (alone, full) in costs.pair_chunk_us.items():
+        # One pair takes longer than a single column block, else no call would take these.
+        assert costs.scan_chunk_us[gate][0] < alone <= full
+        assert costs.scan_chunk_us[gate][1] < full
 
 
 @every_target
