@@ -102,7 +102,7 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
 _TITLES = {
     "scan": "the chain over chunks",
     "carry": "what a segment makes of a state",
-    "combine": "the states at the starts of segments",
+    "combine": "the states at the ends of segments",
 }
 
 
@@ -168,7 +168,7 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
     workspace = tuple((t.source, t.rows * t.cols * element) for t in program.tiles.values() if t.workspace)
     workspace += (("rows", record_bytes),) if program.record else ()
     if not outputs:
-        workspace += segment_workspace(spec)[:1]
+        workspace += segment_workspace(spec)
     limits = Limits(threads, layout.total, columns * streams, chunk)
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, workspace)
 

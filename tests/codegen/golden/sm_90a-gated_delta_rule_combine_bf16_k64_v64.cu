@@ -1,4 +1,4 @@
-// gated_delta_rule_combine_bf16_k64_v64 for sm_90a: the states at the starts of segments.
+// gated_delta_rule_combine_bf16_k64_v64 for sm_90a: the states at the ends of segments.
 // Rendered by qla-codegen. Build:
 //   nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -ftz=true -o gated_delta_rule_combine_bf16_k64_v64.cubin gated_delta_rule_combine_bf16_k64_v64.cu
 
@@ -13,7 +13,6 @@ typedef u16 number;  // bf16
 struct Args {
   void* cu_seqlens;
   void* ws_carry;
-  void* ws_starts;
   int tokens;
   int value_heads;
   int has_cu_seqlens;
@@ -43,8 +42,9 @@ DEV int first_segment(const Args& args, int n) {
   const int tokens = C * args.segment_chunks;
   return args.has_cu_seqlens ? clamp(boundary(args, n), 0, args.tokens) / tokens + n : n * ((args.tokens + tokens - 1) / tokens);
 }
-// N, then M, row by row, and whether M is anything but zero: floats of a segment and value head.
-constexpr int CARRIED = K * (V + K) + 4, HAS_M = K * (V + K);
+// Floats of a segment and value head: row by row N, then M, and whether M is anything but zero. `combine` leaves the state at
+// the segment's end where N was; where M is zero, and in a sequence's first segment, N is that state.
+constexpr int CARRIED = K * (V + K) + 32, HAS_M = K * (V + K);
 
 constexpr int COLUMNS = 8;  // of the state, of a workgroup
 struct Shared {
@@ -65,54 +65,67 @@ extern "C" __global__ void __launch_bounds__(K, 1) gated_delta_rule_combine_bf16
   const int segments = (sequence.length + C * args.segment_chunks - 1) / (C * args.segment_chunks);
   const i64 first = first_segment(args, n_sequence);
 
-  // ---- M and N of segment n, asked for before they are needed; M only where it is not zero
-  float4 N[COLUMNS / 4];
-  auto carry_of = [&](int n) { return (const float*)args.ws_carry + ((first + n) * args.value_heads + value_head) * CARRIED; };
-  auto has_M = [&](int n) { return n > 0 && n + 1 < segments && *(const int*)(carry_of(n) + HAS_M); };
-  bool multiply = false, next = has_M(1);  // of this step and of the next one
-  auto fetch = [&](int n, bool wanted) {
-    const float* carry = carry_of(n);
-#pragma unroll 8
-    for (int i = threadIdx.x; wanted && i < K * K / 4; i += K) {
-      const int r = i / (K / 4), piece = i % (K / 4);
-      copy(&shared.M[n & 1][r][piece ^ (r & 7)], carry + r * (V + K) + V + 4 * piece);
-    }
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 4; i++) N[i] = *(const float4*)(carry + row * (V + K) + column + 4 * i);
+  // ---- segments with M, one after the other; `last` after them
+  float* const carried = (float*)args.ws_carry + (first * args.value_heads + value_head) * CARRIED;
+  const i64 pitch = (i64)args.value_heads * CARRIED;
+  const int last = segments - 1, lane = threadIdx.x & 31;
+  int seen = 1;    // those before it were looked at; the first one needs no M
+  u32 with_M = 0;  // of the 32 before `seen`, those that are still to come
+  auto next = [&] {
+    for (; !with_M && seen < last; seen += 32)
+      with_M = __ballot_sync(~0u, seen + lane < last && *(const int*)(carried + (seen + lane) * pitch + HAS_M));
+    if (!with_M) return last;
+    const int n = seen - 33 + __ffs(with_M);
+    with_M &= with_M - 1;
+    return n;
   };
-  if (segments > 1) fetch(0, false);
+  int n = next();
+  if (n == last) return;
 
-  float state[COLUMNS] = {};
-  for (int n = 0; n + 1 < segments; n++) {
+  // ---- M and N of a segment, asked for before they are needed
+  auto row_of = [&](int n) { return carried + n * pitch + row * (V + K) + column; };
+  auto load = [&](float4* to, int n) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 4; i++) to[i] = ((const float4*)row_of(n))[i];
+  };
+  float4 N[COLUMNS / 4], S[COLUMNS / 4];
+  auto fetch = [&](int n, int buffer) {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < K * K / 4; i += K) {
+      const int r = i / (K / 4), piece = i % (K / 4);
+      copy(&shared.M[buffer][r][piece ^ (r & 7)], carried + n * pitch + r * (V + K) + V + 4 * piece);
+    }
+    load(N, n);
+  };
+  load(S, n - 1);
+  fetch(n, 0);
+
+  for (int buffer = 0; n < last; buffer ^= 1) {
     // ---- S to where all threads see it
     asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 4; i++) {
-      shared.S[row][i] = make_float4(state[4 * i], state[4 * i + 1], state[4 * i + 2], state[4 * i + 3]);
-      state[4 * i] = N[i].x, state[4 * i + 1] = N[i].y, state[4 * i + 2] = N[i].z, state[4 * i + 3] = N[i].w;
-    }
+    for (int i = 0; i < COLUMNS / 4; i++) shared.S[row][i] = S[i], S[i] = N[i];
     __syncthreads();
-    if (n + 2 < segments) fetch(n + 1, next);
-    const bool after_next = has_M(n + 2);
+    const int after = next();
+    if (after < last) fetch(after, buffer ^ 1);
 
     // ---- S = M S + N
 #pragma unroll 4
-    for (int piece = 0; multiply && piece < K / 4; piece++) {
-      const float4 four = shared.M[n & 1][row][piece ^ (row & 7)];
+    for (int piece = 0; piece < K / 4; piece++) {
+      const float4 four = shared.M[buffer][row][piece ^ (row & 7)];
       const float m[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int k = 0; k < 4; k++)
 #pragma unroll
         for (int i = 0; i < COLUMNS / 4; i++) {
           const float4 s = shared.S[4 * piece + k][i];
-          state[4 * i] += m[k] * s.x, state[4 * i + 1] += m[k] * s.y, state[4 * i + 2] += m[k] * s.z, state[4 * i + 3] += m[k] * s.w;
+          S[i].x += m[k] * s.x, S[i].y += m[k] * s.y, S[i].z += m[k] * s.z, S[i].w += m[k] * s.w;
         }
     }
-    float* to = (float*)args.ws_starts + ((first + n + 1) * args.value_heads + value_head) * K * V + row * V + column;
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 4; i++)
-      *(float4*)(to + 4 * i) = make_float4(state[4 * i], state[4 * i + 1], state[4 * i + 2], state[4 * i + 3]);
-    multiply = next, next = after_next;
+    for (int i = 0; i < COLUMNS / 4; i++) ((float4*)row_of(n))[i] = S[i];
+    if (after > n + 1 && after < last) load(S, after - 1);
+    n = after;
     __syncthreads();  // all have read S and M
   }
 }
