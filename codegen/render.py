@@ -175,10 +175,10 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
 
 def _render_combine(spec: KernelSpec, target: Target, context: dict[str, Any]) -> Source:
     abi, columns = combine_abi(), COMBINE_COLUMNS
-    shared_bytes = 4 * spec.dk * (2 * spec.dk + columns)
+    shared_bytes = 2 * columns * spec.dk * 4
     template = environment().get_template(f"tile/{target.vocabulary}_combine.j2")
     text = template.render(**context, abi=abi, columns=columns, shared_bytes=shared_bytes)
-    limits = Limits(spec.dk, shared_bytes, columns, context["C"])
+    limits = Limits(2 * spec.dk, shared_bytes, columns, context["C"])
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, segment_workspace(spec))
 
 

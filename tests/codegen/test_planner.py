@@ -146,7 +146,7 @@ def test_numbers_of_a_call_in_segments_by_hand() -> None:
     choice = split(LONG, "sm_90a", 132, 128)
     assert (choice.segments, choice.segment_slots, choice.slots) == (8, 8, 1024)
     prepare, carry, combine, scan = Explanation(choice).launches
-    assert [x.workgroups for x in (prepare, carry, combine, scan)] == [1024 * 2, 8 * 8 * 4, 8 * 16, 8 * 8 * 2]
+    assert [x.workgroups for x in (prepare, carry, combine, scan)] == [1024 * 2, 8 * 8 * 4, 8 * 8, 8 * 8 * 2]
     assert [x.chain for x in (prepare, carry, combine, scan)] == [0, 128, 7, 128]
     # 7 segments of 8 value heads with 2 column blocks, and 2 more for all but the first: two on some processor.
     two = COSTS.carry_chunk_us["head"][1]

@@ -160,7 +160,7 @@ def test_what_a_carry_reads_and_writes(op: str, dim: int) -> None:
     assert dict(combine.workspace) == states
     assert {source.limits.chunk for source in (prepare, carry, combine, scan)} == {C}
     assert (carry.limits.threads, carry.limits.value_columns) == (192, 64)
-    assert (combine.limits.threads, combine.limits.value_columns) == (dim, 8)
+    assert (combine.limits.threads, combine.limits.value_columns) == (2 * dim, 16)
     assert carry.limits.shared_bytes < scan.limits.shared_bytes
 
 

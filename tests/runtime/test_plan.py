@@ -95,8 +95,8 @@ def test_segments(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, packed: b
     call = problem(B=1 if packed else 2, T=300, cu_seqlens=cu, output_final_state=True)
     result, arguments = launched_in_segments(recorder, call)
     sequences, slots, segments = (4, 300 // 64 + 4, 300 // 128 + 4) if packed else (2, 2 * 5, 2 * 3)
-    # 2 q/k heads, 4 value heads; two column blocks of values and two of keys; eight columns of a state.
-    assert blocks(recorder) == [slots * 2, segments * 4 * 4, sequences * 4 * 16, segments * 4 * 2]
+    # 2 q/k heads, 4 value heads; two column blocks of values and two of keys; 16 columns of a state.
+    assert blocks(recorder) == [slots * 2, segments * 4 * 4, sequences * 4 * 8, segments * 4 * 2]
     for each in arguments.values():
         assert (each["segment_chunks"], each["sequences"], each["slots"]) == (2, sequences, slots)
     carry = arguments["carry"]["ws_carry"]
