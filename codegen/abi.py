@@ -43,7 +43,7 @@ def scan_abi(spec: KernelSpec, program: Program, tensor_maps: bool) -> tuple[Fie
         wide += _strides("initial", "nhkv")
     else:
         pointers += ["final_state", "o"] + (["states"] if spec.saves else [])
-        pointers += ["ws_starts"] if segments else []
+        pointers += ["ws_carry"] if segments else []
         wide += _strides("o", "bth") + _strides("initial", "nhkv") + _strides("final", "nhkv")
     narrow = ["tokens"] + (["heads"] if any(t.by == "head" for t in sources.values()) else [])
     narrow += ["value_heads", "has_cu_seqlens", "cu_is_int64"]
@@ -87,13 +87,12 @@ def combine_abi() -> tuple[Field, ...]:
     """Arguments of a `combine`."""
     narrow = ["tokens", "value_heads", "has_cu_seqlens", "cu_is_int64", "sequences", "segment_chunks"]
     return (
-        *(Field(p, "ptr") for p in ("cu_seqlens", "ws_carry", "ws_starts")),
+        *(Field(p, "ptr") for p in ("cu_seqlens", "ws_carry")),
         *(Field(n, "i32") for n in narrow),
     )
 
 
 def segment_workspace(spec: KernelSpec) -> tuple[tuple[str, int], ...]:
-    """Workspace per (segment, value head) in bytes: what each segment makes of a state, and the state at its start."""
-    state = spec.dk * spec.dv * 4
-    # N and M, then whether M is anything but zero.
-    return ("carry", state + spec.dk * spec.dk * 4 + 16), ("starts", state)
+    """Workspace per (segment, value head) in bytes: what each segment makes of a state, then the state at its end."""
+    # N and M, then whether M is anything but zero, in a line of its own: rows begin where lines do.
+    return (("carry", spec.dk * (spec.dv + spec.dk) * 4 + 128),)

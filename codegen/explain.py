@@ -220,16 +220,17 @@ def _moved(choice: Choice, spec: KernelSpec) -> int:
         "u_out": values * shape.dv * size,
     }
     handed_on = sum(segments * count for segments, count in _handed_on(choice).items())
-    pieces = {"carry": handed_on, "starts": handed_on}
     chunks, part = _chunks(choice), 1.0
     if spec.stage == "carry":  # the last segment hands nothing on
         part = handed_on * choice.segment_chunks / chunks
     names = {field.name.removesuffix("_map") for field in source.abi if field.kind in ("ptr", "tensormap")}
     moved = sum(tensors.get(name, 0) for name in names) * part
     for name, each in source.workspace:
-        moved += pieces.get(name, chunks * part) * shape.value_heads * each
+        moved += (handed_on if name == "carry" else chunks * part) * shape.value_heads * each
     if spec.stage == "scan":
         moved += handed_on * state
     elif spec.stage != "prepare":  # first segments have no columns of the identity
         moved -= (handed_on - _carried(choice)) * shape.value_heads * shape.dk**2 * 4
+    if spec.stage == "combine":  # written where N was
+        moved += _carried(choice) * state
     return round(moved)

@@ -101,7 +101,7 @@ def _context(spec: KernelSpec, target: Target) -> dict[str, Any]:
 _TITLES = {
     "scan": "the chain over chunks",
     "carry": "what a segment makes of a state",
-    "combine": "the states at the starts of segments",
+    "combine": "the states at the ends of segments",
 }
 
 
@@ -167,17 +167,17 @@ def _render_scan(spec: KernelSpec, target: Target, context: dict[str, Any]) -> S
     workspace = tuple((t.source, t.rows * t.cols * element) for t in program.tiles.values() if t.workspace)
     workspace += (("rows", record_bytes),) if program.record else ()
     if not outputs:
-        workspace += segment_workspace(spec)[:1]
+        workspace += segment_workspace(spec)
     limits = Limits(threads, layout.total, columns * streams, chunk)
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, workspace)
 
 
 def _render_combine(spec: KernelSpec, target: Target, context: dict[str, Any]) -> Source:
     abi, columns = combine_abi(), COMBINE_COLUMNS
-    shared_bytes = 4 * spec.dk * (2 * spec.dk + columns)
+    shared_bytes = 2 * columns * spec.dk * 4
     template = environment().get_template(f"tile/{target.vocabulary}_combine.j2")
     text = template.render(**context, abi=abi, columns=columns, shared_bytes=shared_bytes)
-    limits = Limits(spec.dk, shared_bytes, columns, context["C"])
+    limits = Limits(2 * spec.dk, shared_bytes, columns, context["C"])
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, segment_workspace(spec))
 
 

@@ -22,7 +22,7 @@ FieldKind = Literal["tensormap", "ptr", "i64", "i32", "f32"]
 STAGES: tuple[Stage, ...] = ("prepare", "carry", "combine", "scan")
 SEGMENT_STAGES: tuple[Stage, ...] = ("carry", "combine")
 HEAD_DIMS = (64, 128)
-COMBINE_COLUMNS = 8  # of a workgroup of `combine`
+COMBINE_COLUMNS = 16  # of a workgroup of `combine`: as many as a product has rows
 DIVISIBLE = "a delta op, K = V, loads=tile, and a target with segments"
 SUFFIX = {"cuda": ".cu", "hip": ".hip", "c++": ".cpp"}  # of a source file, by language
 FIELD_BYTES: dict[str, int] = {"tensormap": 128, "ptr": 8, "i64": 8, "i32": 4, "f32": 4}

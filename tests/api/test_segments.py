@@ -23,6 +23,7 @@ OPS = ("chunk_gated_delta_rule", "chunk_delta_rule", "chunk_kda")
 DTYPES = (torch.bfloat16, torch.float16)
 RAGGED = [0, 1, 64, 0, 65, 63, 64, 448]
 CHUNK = 64
+SEGMENT = 128  # tokens, in these tests
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Run = Callable[[str, dict[str, Any]], Outputs]
@@ -111,7 +112,7 @@ def test_packed_sequences(name: str, dtype: torch.dtype, dim: int, state: bool, 
 
 
 @every_op
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 128, 129, 256, 384])
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 128, 129, 256, 257, 384, 385])
 def test_lengths_around_a_segment(name: str, T: int, segmented: Run, whole: Run) -> None:
     check(name, make(name, torch.bfloat16, T=T), segmented, whole)
 
@@ -129,6 +130,35 @@ def test_states_with_values_first(name: str, dtype: torch.dtype, lengths: Any, s
 def test_gates(name: str, dtype: torch.dtype, gate: str, segmented: Run, whole: Run) -> None:
     """With none a state is never forgotten: what segments hand on is all that there is."""
     check(name, make(name, dtype, gate=gate), segmented, whole, ungated=gate != "strong")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1200], [9000], [1200, 0, 1, 128, 129, 320, 385, 64, 0]],
+    ids=lambda lengths: "-".join(map(str, lengths)),
+)
+def test_some_segments_forget_what_was_before(
+    dim: int, state: bool, lengths: list[int], segmented: Run, whole: Run
+) -> None:
+    """A state that does not reach a segment's end is not combined with it; each head has other segments like that."""
+    name, most = OPS[0], max(lengths) // SEGMENT + 1
+    a = make(name, torch.bfloat16, K=dim, V=dim, lengths=lengths, state=state, gate="long", HV=6)
+    forgetting: list[Any] = [(), range(most), range(0, most, 2), (2, 3, 6, 33, 34), (1, 5), {*range(most)} - {40, 66}]
+    start = 0
+    for length in lengths:
+        gates = a["g"][0, start : start + length]
+        for head, segments in enumerate(forgetting):
+            for n in segments:
+                gates[n * SEGMENT : (n + 1) * SEGMENT, head] = -16.0
+        start += length
+    check(name, a, segmented, whole, ungated=True)
+
+
+def test_a_state_goes_through_many_segments(segmented: Run, whole: Run) -> None:
+    for name in OPS:
+        check(name, make(name, torch.bfloat16, T=70 * SEGMENT, H=1, HV=2, gate="long"), segmented, whole, ungated=True)
 
 
 @every_op

@@ -35,10 +35,10 @@ TRUTH = replace(
     COSTS,
     scan_chunk_us={"none": (0.8, 1.2), "head": (0.7, 1.3), "channel": (0.9, 1.6)},
     pair_chunk_us={"none": (1.2, 2.1), "head": (1.1, 2.2)},
-    carry_chunk_us={"none": (0.8, 1.2), "head": (0.9, 1.1), "channel": (0.8, 1.6)},
-    combine_step_us=3.5,
-    combine_short_step_us=1.1,
-    launch_us=2.5,
+    carry_chunk_us={"none": (0.8, 1.2), "head": (1.0, 1.5), "channel": (0.8, 1.6)},
+    combine_step_us=1.4,
+    combine_short_step_us=0.05,
+    launch_us=8.0,
     prepare_us=PREPARE,
 )
 

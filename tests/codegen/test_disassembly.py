@@ -281,12 +281,18 @@ def test_warpgroups_of_a_pair_hand_over_no_more_registers_than_the_launch_has(sp
     assert ("setmaxnreg" not in code.log) or "ignored" not in code.log
 
 
-def test_a_combine_is_float32_without_products() -> None:
-    for dim in (64, 128):
-        spec = KernelSpec("gated_delta_rule", "combine", "bf16", dim, dim, "sm_90a")
-        code = code_of(spec)
-        assert not code.named("HGMMA", "HMMA", "LDL", "STL", "F2F", "F2FP")
-        assert code.named("FFMA")
+def test_a_combine_multiplies_floats_by_three_products_of_parts() -> None:
+    """16 columns by 16 rows of a warp, eight of K at a time; as many bytes of M on their way for both head dims."""
+    for dim, steps in ((64, 2), (128, 1)):
+        code = code_of(KernelSpec("gated_delta_rule", "combine", "bf16", dim, dim, "sm_90a"))
+        assert not code.named("HGMMA", "LDL", "STL", "F2F", "F2FP")
+        products = code.named("HMMA")
+        assert {i.name for i in products} == {"HMMA.1688.F32.TF32"}
+        assert len(products) == steps * dim // 8 * 2 * 3
+        # M is asked for between the products, not after the last of them.
+        first, *_, last = (i.address for i in products)
+        inside = [i for i in code.named("LDG") if i.name == "LDG.E.128" and first < i.address < last]
+        assert len(inside) > steps * dim // 8 * 3 // 4
         assert resources.report(b"", code.log, TARGET).problems == ()
 
 

@@ -203,7 +203,7 @@ def test_numbers_of_a_call_in_segments_by_hand() -> None:
     choice = split(LONG, "sm_90a", 132, 128)
     assert (choice.segments, choice.segment_slots, choice.slots) == (8, 8, 1024)
     prepare, carry, combine, scan = Explanation(choice).launches
-    assert [x.workgroups for x in (prepare, carry, combine, scan)] == [1024 * 2, 8 * 8 * 4, 8 * 16, 8 * 8 * 2]
+    assert [x.workgroups for x in (prepare, carry, combine, scan)] == [1024 * 2, 8 * 8 * 4, 8 * 8, 8 * 8 * 2]
     assert [x.chain for x in (prepare, carry, combine, scan)] == [0, 128, 7, 128]
     # 7 segments of 8 value heads with 2 column blocks, and 2 more for all but the first: two on some processor.
     two = COSTS.carry_chunk_us["head"][1]
@@ -221,8 +221,9 @@ def test_numbers_of_a_call_in_segments_by_hand() -> None:
     assert combine.flops == 6 * 8 * 2 * 128**3
     state, q, v = 128 * 128 * 4, 65536 * 2 * 128 * 2, 65536 * 8 * 128 * 2
     made = dict(render(prepare.spec).workspace)
-    flags = 7 * 8 * 16
-    assert combine.bytes == (7 * 3 - 1) * 8 * state + flags
+    flags = 7 * 8 * 128
+    # N of 7, M of 6, and what takes the place of 6 N.
+    assert combine.bytes == (7 + 6 + 6) * 8 * state + flags
     assert carry.bytes == (q + v + 1024 * 8 * (made["a"] + made["rows"])) * 7 // 8 + (7 * 2 - 1) * 8 * state + flags
     assert scan.bytes == 2 * q + 2 * v + 1024 * 8 * sum(made.values()) + 8 * state + 7 * 8 * state
     whole = Explanation(split(LONG, "sm_90a", 132)).launches

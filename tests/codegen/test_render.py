@@ -289,9 +289,9 @@ def test_prepare_makes_the_workspace_that_scan_reads(op: str, target: str) -> No
             assert prepare.limits.chunk == scan.limits.chunk
             named = {f"ws_{name}" for name, _ in prepare.workspace}
             assert named == {f.name for f in prepare.abi if f.name.startswith("ws_")}
-            # Where segments begin there are states, which `combine` makes.
+            # Where segments begin there are states, which `carry` and `combine` make.
             read = {f.name for f in scan.abi if f.name.startswith("ws_")}
-            assert read == named | ({"ws_starts"} if TARGETS[target].segments else set())
+            assert read == named | ({"ws_carry"} if TARGETS[target].segments else set())
             assert all(size > 0 and size % 16 == 0 for _, size in scan.workspace)
 
 

@@ -95,21 +95,20 @@ def test_segments(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, packed: b
     call = problem(B=1 if packed else 2, T=300, cu_seqlens=cu, output_final_state=True)
     result, arguments = launched_in_segments(recorder, call)
     sequences, slots, segments = (4, 300 // 64 + 4, 300 // 128 + 4) if packed else (2, 2 * 5, 2 * 3)
-    # 2 q/k heads, 4 value heads; two column blocks of values and two of keys; eight columns of a state.
-    assert blocks(recorder) == [slots * 2, segments * 4 * 4, sequences * 4 * 16, segments * 4 * 2]
+    # 2 q/k heads, 4 value heads; two column blocks of values and two of keys; 16 columns of a state.
+    assert blocks(recorder) == [slots * 2, segments * 4 * 4, sequences * 4 * 8, segments * 4 * 2]
     for each in arguments.values():
         assert (each["segment_chunks"], each["sequences"], each["slots"]) == (2, sequences, slots)
-    carry, starts = arguments["carry"]["ws_carry"], arguments["scan"]["ws_starts"]
-    assert (arguments["combine"]["ws_carry"], arguments["combine"]["ws_starts"]) == (carry, starts)
+    carry = arguments["carry"]["ws_carry"]
+    assert arguments["combine"]["ws_carry"] == arguments["scan"]["ws_carry"] == carry
     rows = arguments["prepare"]["ws_rows"]
     assert arguments["carry"]["ws_rows"] == arguments["scan"]["ws_rows"] == rows
     # One after the other, each on a boundary of what loads want.
-    assert carry % 1024 == starts % 1024 == 0
+    assert carry % 1024 == 0
     assert carry == rows + -(-slots * 4 * 1280 // 1024) * 1024
-    assert starts - carry == -(-segments * 4 * (128 * (128 + 128) * 4 + 16) // 1024) * 1024
     (layout,) = plan.layouts.values()
     assert layout is not None
-    end = starts + segments * 4 * 128 * 128 * 4
+    end = carry + segments * 4 * (128 * (128 + 128) * 4 + 128)
     assert end - arguments["prepare"]["ws_a"] + 1024 == layout.workspace_bytes
     assert result.final_state is not None
     assert arguments["scan"]["final_state"] == result.final_state.data_ptr()
@@ -272,7 +271,7 @@ def test_a_layout_is_never_reused_for_a_call_that_differs(recorder: Recorder, ch
     plan.layouts.clear()
     launched(recorder, problem(**plain))
     _, warm, warm_scan = launched(recorder, call)
-    workspace = ("ws_a", "ws_rows", "ws_carry", "ws_starts")
+    workspace = ("ws_a", "ws_rows", "ws_carry")
     new = ("o", "final_state", "states", "A_out", "w_out", "u_out", "o_map", *workspace)
     for a, b in ((fresh, warm), (fresh_scan, warm_scan)):
         assert {n: x for n, x in a.items() if n not in new} == {n: x for n, x in b.items() if n not in new}

@@ -85,8 +85,9 @@ DEV Segment segment_at(const Args& args, int segment) {
   else if (!first && rows.length <= 0) rows.length = -1;
   return {rows, low, first, last};
 }
-// N, then M, row by row, and whether M is anything but zero: floats of a segment and value head.
-constexpr int CARRIED = K * (V + K) + 4, HAS_M = K * (V + K);
+// Floats of a segment and value head: row by row N, then M, and whether M is anything but zero. `combine` leaves the state at
+// the segment's end where N was; where M is zero, and in a sequence's first segment, N is that state.
+constexpr int CARRIED = K * (V + K) + 32, HAS_M = K * (V + K);
 
 // ---- barriers and bulk copies
 DEV void barrier_init(u32 barrier, u32 arrivals) {

@@ -1,4 +1,4 @@
-// gated_delta_rule_combine_bf16_k64_v64 for sm_90a: the states at the starts of segments.
+// gated_delta_rule_combine_bf16_k64_v64 for sm_90a: the states at the ends of segments.
 // Rendered by qla-codegen. Build:
 //   nvcc -cubin -gencode=arch=compute_90a,code=sm_90a -std=c++17 -ftz=true -o gated_delta_rule_combine_bf16_k64_v64.cubin gated_delta_rule_combine_bf16_k64_v64.cu
 
@@ -13,7 +13,6 @@ typedef u16 number;  // bf16
 struct Args {
   void* cu_seqlens;
   void* ws_carry;
-  void* ws_starts;
   int tokens;
   int value_heads;
   int has_cu_seqlens;
@@ -43,77 +42,139 @@ DEV int first_segment(const Args& args, int n) {
   const int tokens = C * args.segment_chunks;
   return args.has_cu_seqlens ? clamp(boundary(args, n), 0, args.tokens) / tokens + n : n * ((args.tokens + tokens - 1) / tokens);
 }
-// N, then M, row by row, and whether M is anything but zero: floats of a segment and value head.
-constexpr int CARRIED = K * (V + K) + 4, HAS_M = K * (V + K);
+// Floats of a segment and value head: row by row N, then M, and whether M is anything but zero. `combine` leaves the state at
+// the segment's end where N was; where M is zero, and in a sequence's first segment, N is that state.
+constexpr int CARRIED = K * (V + K) + 32, HAS_M = K * (V + K);
 
-constexpr int COLUMNS = 8;  // of the state, of a workgroup
+constexpr int COLUMNS = 16;  // of the state, of a workgroup
+constexpr int AHEAD = 128 / K;  // steps for which M is on its way, 64 numbers of it to a thread
 struct Shared {
-  float4 M[2][K][K / 4];  // this step's and the next one's; pieces of a row are exchanged by row, against bank conflicts
-  float4 S[K][COLUMNS / 4];
+  float4 S[2][K / 2][COLUMNS / 2];  // of this step and the next one: two columns of two rows
 };
-// On its way to shared memory, waited for with all others.
-DEV void copy(float4* to, const float* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+// Pieces change places, so that neither those of neighbouring rows, which a warp writes, nor of every other one, which it
+// reads, meet in a bank.
+DEV int place(int rows, int columns) { return columns ^ (rows & 6) ^ (rows & 1) << 2; }
+
+// ---- products of floats on the tensor cores, which see the upper 19 bits: of a number and of what these leave of it.
+//      What is left out, the product of two rests and their last bits, is some 2^-21 of the whole.
+DEV float rest_of(float x) { return x - __uint_as_float(__float_as_uint(x) & 0xFFFFE000); }
+DEV float4 rest_of(float4 x) { return make_float4(rest_of(x.x), rest_of(x.y), rest_of(x.z), rest_of(x.w)); }
+// d[16][8] += a[16][8] b[8][8].
+DEV void mma(float4& d, float4 a, float b0, float b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+               "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+               : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)
+               : "r"(__float_as_uint(a.x)), "r"(__float_as_uint(a.y)), "r"(__float_as_uint(a.z)), "r"(__float_as_uint(a.w)),
+                 "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-extern "C" __global__ void __launch_bounds__(K, 1) gated_delta_rule_combine_bf16_k64_v64(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(2 * K) gated_delta_rule_combine_bf16_k64_v64(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   Shared& shared = *(Shared*)shared_memory;
   const int column = blockIdx.x % (V / COLUMNS) * COLUMNS, block = blockIdx.x / (V / COLUMNS);
-  const int value_head = block % args.value_heads, n_sequence = block / args.value_heads, row = threadIdx.x;
+  const int value_head = block % args.value_heads, n_sequence = block / args.value_heads;
   const Sequence sequence = sequence_at(args, n_sequence);
   const int segments = (sequence.length + C * args.segment_chunks - 1) / (C * args.segment_chunks);
   const i64 first = first_segment(args, n_sequence);
 
-  // ---- M and N of segment n, asked for before they are needed; M only where it is not zero
-  float4 N[COLUMNS / 4];
-  auto carry_of = [&](int n) { return (const float*)args.ws_carry + ((first + n) * args.value_heads + value_head) * CARRIED; };
-  auto has_M = [&](int n) { return n > 0 && n + 1 < segments && *(const int*)(carry_of(n) + HAS_M); };
-  bool multiply = false, next = has_M(1);  // of this step and of the next one
-  auto fetch = [&](int n, bool wanted) {
-    const float* carry = carry_of(n);
-#pragma unroll 8
-    for (int i = threadIdx.x; wanted && i < K * K / 4; i += K) {
-      const int r = i / (K / 4), piece = i % (K / 4);
-      copy(&shared.M[n & 1][r][piece ^ (r & 7)], carry + r * (V + K) + V + 4 * piece);
-    }
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 4; i++) N[i] = *(const float4*)(carry + row * (V + K) + column + 4 * i);
+  // ---- segments with M, one after the other; `last` after them
+  float* const carried = (float*)args.ws_carry + (first * args.value_heads + value_head) * CARRIED;
+  const i64 pitch = (i64)args.value_heads * CARRIED;
+  const int last = segments - 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int seen = 1;    // those before it were looked at; the first one needs no M
+  u32 with_M = 0;  // of the 32 before `seen`, those that are still to come
+  auto next = [&] {
+    for (; !with_M && seen < last; seen += 32)
+      with_M = __ballot_sync(~0u, seen + lane < last && *(const int*)(carried + (seen + lane) * pitch + HAS_M));
+    if (!with_M) return last;
+    const int n = seen - 33 + __ffs(with_M);
+    with_M &= with_M - 1;
+    return n;
   };
-  if (segments > 1) fetch(0, false);
 
-  float state[COLUMNS] = {};
-  for (int n = 0; n + 1 < segments; n++) {
-    // ---- S to where all threads see it
-    asm volatile("cp.async.wait_all;" ::: "memory");
+  // ---- what a lane has of a segment, in two blocks of eight rows: two columns of two rows of N and S, fours of a row of M
+  float* const lane_N = carried + (16 * warp + 2 * (lane & 3)) * (V + K) + column + 2 * (lane >> 2);
+  const float* const lane_M = carried + (16 * warp + (lane >> 2)) * (V + K) + V + 4 * (lane & 3);
+  auto load_N = [&](float4 (&N)[2], int n) {
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 4; i++) {
-      shared.S[row][i] = make_float4(state[4 * i], state[4 * i + 1], state[4 * i + 2], state[4 * i + 3]);
-      state[4 * i] = N[i].x, state[4 * i + 1] = N[i].y, state[4 * i + 2] = N[i].z, state[4 * i + 3] = N[i].w;
+    for (int i = 0; i < 2; i++) {
+      const float* from = lane_N + n * pitch + 8 * i * (V + K);
+      const float2 upper = *(const float2*)from, lower = *(const float2*)(from + V + K);
+      N[i] = make_float4(upper.x, upper.y, lower.x, lower.y);
     }
-    __syncthreads();
-    if (n + 2 < segments) fetch(n + 1, next);
-    const bool after_next = has_M(n + 2);
+  };
+  auto put = [&](int buffer, const float4 (&S)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int rows = 8 * warp + 4 * i + (lane & 3);
+      shared.S[buffer][rows][place(rows, lane >> 2)] = S[i];
+    }
+  };
 
-    // ---- S = M S + N
-#pragma unroll 4
-    for (int piece = 0; multiply && piece < K / 4; piece++) {
-      const float4 four = shared.M[n & 1][row][piece ^ (row & 7)];
-      const float m[4] = {four.x, four.y, four.z, four.w};
+  // ---- the first steps
+  int steps[AHEAD];  // their segments
+  float4 M[AHEAD][K / 16][2], N[AHEAD][2], S[2];
 #pragma unroll
-      for (int k = 0; k < 4; k++)
+  for (int b = 0; b < AHEAD; b++) {
+    steps[b] = next();
+    if (steps[b] == last) continue;
+    load_N(N[b], steps[b]);
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 4; i++) {
-          const float4 s = shared.S[4 * piece + k][i];
-          state[4 * i] += m[k] * s.x, state[4 * i + 1] += m[k] * s.y, state[4 * i + 2] += m[k] * s.z, state[4 * i + 3] += m[k] * s.w;
+    for (int j = 0; j < K / 16; j++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) M[b][j][i] = *(const float4*)(lane_M + steps[b] * pitch + 8 * i * (V + K) + 16 * j);
+  }
+  if (steps[0] == last) return;
+  load_N(S, steps[0] - 1);
+  put(0, S);
+
+  for (int buffer = 0;;) {
+#pragma unroll
+    for (int b = 0; b < AHEAD; b++, buffer ^= 1) {
+      __syncthreads();  // all of S is there, and the one before was read
+      const int n = steps[b];
+      steps[b] = next();
+      const int after = steps[(b + 1) % AHEAD];
+      const bool more = steps[b] < last;
+      i64 later = steps[b] * pitch;
+      asm volatile("" : "+l"(later));
+
+      // ---- S = M S + N; what was used of M makes room for a later step's
+      float4 sums[2][3] = {};
+#pragma unroll
+      for (int j = 0; j < K / 16; j++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int rows = 8 * j + 2 * (lane & 3) + half;
+          const float4 s = shared.S[buffer][rows][place(rows, lane >> 2)], rest = rest_of(s);
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            const float4 m = M[b][j][i];
+            const float m0 = half ? m.z : m.x, m1 = half ? m.w : m.y;
+            mma(sums[i][0], s, m0, m1);
+            mma(sums[i][1], rest, m0, m1);
+            mma(sums[i][2], s, rest_of(m0), rest_of(m1));
+          }
         }
-    }
-    float* to = (float*)args.ws_starts + ((first + n + 1) * args.value_heads + value_head) * K * V + row * V + column;
+        if (more) {
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 4; i++)
-      *(float4*)(to + 4 * i) = make_float4(state[4 * i], state[4 * i + 1], state[4 * i + 2], state[4 * i + 3]);
-    multiply = next, next = after_next;
-    __syncthreads();  // all have read S and M
+          for (int i = 0; i < 2; i++) M[b][j][i] = *(const float4*)(lane_M + later + 8 * i * (V + K) + 16 * j);
+        }
+        __syncwarp();  // or the compiler asks for all of them at once, after the last product
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float4 (&x)[3] = sums[i];
+        S[i].x = N[b][i].x + x[0].x + (x[1].x + x[2].x), S[i].y = N[b][i].y + x[0].z + (x[1].z + x[2].z);
+        S[i].z = N[b][i].z + x[0].y + (x[1].y + x[2].y), S[i].w = N[b][i].w + x[0].w + (x[1].w + x[2].w);
+        float* const to = lane_N + n * pitch + 8 * i * (V + K);
+        *(float2*)to = make_float2(S[i].x, S[i].y), *(float2*)(to + V + K) = make_float2(S[i].z, S[i].w);
+      }
+      if (after == last) return;
+      if (after > n + 1) load_N(S, after - 1);
+      put(buffer ^ 1, S);
+      if (more) load_N(N[b], steps[b]);
+    }
   }
 }
-static_assert(sizeof(Shared) == 34816, "what the launch provides");
+static_assert(sizeof(Shared) == 8192, "what the launch provides");
