@@ -63,6 +63,10 @@ def prepare_abi(spec: KernelSpec, buffers: tuple[tuple[str, int], ...]) -> tuple
     pointers = [*tensors, "cu_seqlens", *(f"ws_{name}" for name, _ in buffers)]
     wide = [f for t in tensors for f in _strides(t, "bthd")]
     narrow = ["tokens", "sequences", "heads", "value_heads", "has_cu_seqlens", "cu_is_int64", "flags"]
+    takes_items = TARGETS[spec.target].asynchronous and op.gate != "channel"
+    narrow += ["items", "heads_at_once", "group", "passes", "stride"] * takes_items + ["apart"] * (
+        takes_items and op.delta
+    )
     numbers = ["scale"]
     if op.gate != "none":
         pointers += ["g", "A_log", "dt_bias"]
@@ -75,7 +79,11 @@ def prepare_abi(spec: KernelSpec, buffers: tuple[tuple[str, int], ...]) -> tuple
         narrow += ["beta_type"]
     if spec.saves and op.delta:
         pointers += ["A_out", "w_out", "u_out"]
+    maps: list[str] = []
+    if takes_items and spec.loads == "tile" and not (spec.saves and op.delta):
+        maps, pointers, wide = ["q_map", "k_map"], pointers[2:], wide[8:]
     return (
+        *(Field(m, "tensormap") for m in maps),
         *(Field(p, "ptr") for p in pointers),
         *wide,
         *(Field(n, "i32") for n in narrow),

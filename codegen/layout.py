@@ -11,7 +11,7 @@ from qla.codegen.schedule import Ring
 from qla.errors import ScheduleError
 
 _ALIGN = 1024  # of a tile, for the 128-byte swizzle
-_MATRIX_BYTES, _ROOM_BYTES = 12288, 2048  # of a matrix to be inverted, and of 16 rows of one on their way to memory
+MATRIX_BYTES, _ROOM_BYTES = 10240, 2048  # of a matrix to be inverted, and of 16 rows of one on their way to memory
 
 
 @dataclass
@@ -111,7 +111,7 @@ def prepare_shared_bytes(
     queries may be in registers (`keys_alone`).
     """
     blocks, matrix = chunk // 16, chunk * (chunk + 4) * 4
-    lower = (_MATRIX_BYTES if teams > 1 else matrix) * op.delta
+    lower = (MATRIX_BYTES if teams > 1 else matrix) * op.delta
     tiles = 2 * chunk * (dk + pad) * 2
     if op.gate == "channel" and teams > 1:
         rows = chunk // 8
@@ -120,9 +120,12 @@ def prepare_shared_bytes(
         total = max(tiles, lower) + chunk * (dk + 8) * 4 + blocks * dk * 4 + matrix * (1 + op.delta)
         total += chunk * 4 * op.delta
     else:
-        matrices = teams * (lower or (_ROOM_BYTES if teams > 1 else 0))
-        # Where the tiles are still needed for what the caller wants, nothing takes their place.
-        apart = saves and op.delta and teams > 1
-        total = tiles + chunk * dv * 2 + matrices if apart else max(tiles // (1 + keys_alone), matrices)
-        total += teams * chunk * 4 * (2 * (op.gate == "head") + op.delta)
-    return -(-(total + (2 + reach) * chunk * 4) // _ALIGN) * _ALIGN
+        total = max(tiles // (1 + keys_alone), lower)
+        if teams > 1:
+            total = 4 * _ROOM_BYTES + 80
+        total += teams * chunk * 4 * (2 * (op.gate == "head") + op.delta * (1 + (teams > 1)))
+    total = -(-(total + (2 + reach) * chunk * 4) // _ALIGN) * _ALIGN
+    if op.gate == "channel" or teams == 1:
+        return total
+    # Two matrices beside the tiles, or four in their place.
+    return total + chunk * dv * 2 * (saves and op.delta) + max(tiles + 2 * lower, 4 * lower)

@@ -77,6 +77,29 @@ class CallShape:
 
 
 @dataclass(frozen=True)
+class Deal:
+    """How `prepare` is dealt out. An item is a chunk and some value heads of a group, which share a q and a k head.
+
+    Parameters
+    ----------
+    heads : value heads of an item, at most.
+    passes : items of a chunk and a group.
+    items : of the call.
+    workgroups : of the launch.
+    apart : matrices that are inverted have a place apart from the tiles of q and k, so that those of a workgroup's next
+        item can be loaded early; otherwise a workgroup has one item, and asks for tiles of a later one.
+    stride : from a workgroup's item to that next or later one.
+    """
+
+    heads: int
+    passes: int
+    items: int
+    workgroups: int
+    apart: bool
+    stride: int
+
+
+@dataclass(frozen=True)
 class Choice:
     """How a call is run.
 
@@ -140,15 +163,17 @@ class Choice:
         return self.shape.places(rows) if rows else self.shape.chains
 
     @property
+    def deal(self) -> Deal:
+        """What workgroups of `prepare` take."""
+        return _deal(self)
+
+    @property
     def workgroups(self) -> tuple[int, ...]:
         """Of each launch."""
         shape, columns = self.shape, _columns(self.scan)
         carry_columns = TARGETS[self.target].columns(shape.dv)
-        # A workgroup of `prepare` takes some value heads of one q and k head.
-        group = shape.value_heads // shape.heads if shape.heads else 0
-        teams = 1 if self.scan.features.gate == "channel" else TARGETS[self.target].facts.get("teams", 1)
         counts = {
-            "prepare": self.slots * shape.heads * -(-group // teams),
+            "prepare": self.deal.workgroups,
             "carry": self.segment_slots * shape.value_heads * ((shape.dv + shape.dk) // carry_columns),
             "combine": shape.chains * shape.value_heads * (shape.dv // COMBINE_COLUMNS),
             "scan": self.segment_slots * shape.value_heads * (shape.dv // columns),
@@ -199,6 +224,28 @@ def split(shape: CallShape, target: str, processors: int, segment_chunks: int = 
         for reach in (chunks, costs.reach_chunks.get(gate, chunks))
     )
     return Choice(shape, target, processors, segment_chunks, schedule, long, short)
+
+
+def _deal(choice: Choice) -> Deal:
+    """The fewest value heads at once with which all workgroups run at once; else as many as there are matrices for."""
+    shape, op, facts = choice.shape, choice.scan.features, TARGETS[choice.target].facts
+    group = shape.value_heads // shape.heads
+    at_once = facts.get("prepare_workgroups", 0) * choice.processors
+    if op.gate == "channel" or not at_once:
+        heads = 1 if op.gate == "channel" else min(group, facts.get("teams", 1))
+        items = choice.slots * shape.heads * -(-group // heads)
+        return Deal(heads, -(-group // heads), items, items, False, 0)
+    factors = shape.saves and op.delta  # their products need the tiles, and take registers
+    if factors or shape.loads != "tile":
+        at_once //= 2
+    most = -(-group // -(-group // (2 if factors else facts["teams"])))
+    for heads in range(1, most + 1):
+        passes = -(-group // heads)
+        items = choice.slots * shape.heads * passes
+        if items <= at_once:
+            break
+    apart = not op.delta or factors or heads == 1
+    return Deal(heads, passes, items, min(items, at_once) if apart else items, apart, at_once)
 
 
 def _scan(shape: CallShape, target: str, schedule: str) -> KernelSpec:

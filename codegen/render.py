@@ -9,7 +9,14 @@ from typing import Any
 import jinja2
 
 from qla.codegen.abi import combine_abi, flags_of, prepare_abi, scan_abi, segment_workspace
-from qla.codegen.layout import SharedLayout, prepare_shared_bytes, record_layout, shared_layout, static_layout
+from qla.codegen.layout import (
+    MATRIX_BYTES,
+    SharedLayout,
+    prepare_shared_bytes,
+    record_layout,
+    shared_layout,
+    static_layout,
+)
 from qla.codegen.program import Program
 from qla.codegen.schedule import build_chain
 from qla.codegen.spec import COMBINE_COLUMNS, KernelSpec, Limits, Source
@@ -211,7 +218,9 @@ def _render_prepare(spec: KernelSpec, target: Target, context: dict[str, Any]) -
         flags=flags_of(spec.features),
         shared_bytes=shared_bytes,
     )
-    limits = Limits(threads, shared_bytes if target.shared_limit else 0, 0, context["C"])
+    chosen = "heads_at_once" in {f.name for f in abi} and spec.features.delta
+    parts = (2 * context["C"] * spec.dk * element, MATRIX_BYTES) if chosen else ()
+    limits = Limits(threads, shared_bytes if target.shared_limit else 0, 0, context["C"], *parts)
     return Source(spec, spec.name, target.language, _tidy(text), abi, limits, buffers)
 
 

@@ -179,12 +179,24 @@ class Limits:
     shared_bytes : dynamic shared memory (CUDA) or static LDS (HIP) of one workgroup; 0 on host.
     value_columns : columns of the value dimension that one workgroup owns (scan), 0 where it owns all.
     chunk : tokens of one chunk.
+    tile_bytes, matrix_bytes : of the shared memory, where a launch chooses how many value heads a workgroup of `prepare`
+        works on at once: those of q and k, and those of a matrix to be inverted for each head.
     """
 
     threads: int
     shared_bytes: int
     value_columns: int
     chunk: int
+    tile_bytes: int = 0
+    matrix_bytes: int = 0
+
+    def shared_for(self, heads: int, apart: bool) -> int:
+        """Bytes of dynamic shared memory of a launch with so many value heads at once: see `planner.Deal`."""
+        if not self.matrix_bytes:
+            return self.shared_bytes
+        others = self.shared_bytes - max(self.tile_bytes + 2 * self.matrix_bytes, 4 * self.matrix_bytes)
+        matrices = heads * self.matrix_bytes
+        return others + (self.tile_bytes + matrices if apart else max(self.tile_bytes, matrices))
 
 
 @dataclass(frozen=True)

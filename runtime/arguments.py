@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from qla.codegen.abi import FLAGS
+from qla.codegen.planner import Deal
 from qla.codegen.spec import FIELD_BYTES, Field
 from qla.errors import LaunchError
 from qla.runtime.problem import Problem
@@ -193,13 +194,13 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def scalars(problem: Problem, slots: int, sequences: int, segment_chunks: int = 0) -> dict[str, float]:
+def scalars(problem: Problem, deal: Deal, sequences: int, segment_chunks: int = 0) -> dict[str, float]:
     """Every scalar that an argument block may ask for.
 
     Parameters
     ----------
     problem : the call.
-    slots : chunk slots of the workspace.
+    deal : how `prepare` is dealt out.
     sequences : number of sequences; the batch size where there is no `cu_seqlens`.
     segment_chunks : chunks of a segment; 0 where sequences are not split.
     """
@@ -219,7 +220,12 @@ def scalars(problem: Problem, slots: int, sequences: int, segment_chunks: int = 
         "A_log_type": type_code(problem.A_log),
         "dt_bias_type": type_code(problem.dt_bias),
         "flags": flags(problem),
-        "slots": slots,
+        "items": deal.items,
+        "heads_at_once": deal.heads,
+        "group": value_heads // heads,
+        "passes": deal.passes,
+        "stride": deal.stride,
+        "apart": int(deal.apart),
         "segment_chunks": segment_chunks,
         "scale": problem.scale,
         "lower_bound": 0.0 if problem.lower_bound is None else problem.lower_bound,

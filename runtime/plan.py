@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,7 @@ class Plan:
         self.supply = (*POINTERS, *MAPS, *(WORKSPACE_PREFIX + name for name, _ in buffers))
         self.packers = tuple(Packer(source.abi, self.supply) for source in sources)
         self.maps = {name for packer in self.packers for name in packer.names if name in MAPS}
+        self.limits = tuple(source.limits for source in sources)
         self.kernels = tuple(driver.load(fetch_binary(source), source) for source in sources)
 
 
@@ -253,7 +254,11 @@ class Layout:
         if max(self.blocks) > _MAX_BLOCKS:
             raise UnsupportedError("q", tuple(problem.q.shape), f"at most {_MAX_BLOCKS} workgroups per launch")
         self.plan, self.launch, self.stream = plan, driver.launch, driver.stream
-        self.kernels, self.packers = plan.kernels, plan.packers
+        prepare, *others = plan.kernels
+        deal, self.packers = choice.deal, plan.packers
+        if plan.limits[0].matrix_bytes:
+            prepare = replace(prepare, shared_bytes=plan.limits[0].shared_for(deal.heads, deal.apart))
+        self.kernels = (prepare, *others)
         self.index, self.dtype = problem.q.get_device(), problem.v.dtype
         device = problem.q.device
         self.empty = _empty(device)
@@ -274,7 +279,7 @@ class Layout:
         self.offsets = tuple(offsets)
         # torch aligns to less than what the buffers need.
         self.workspace_bytes = position + _ALIGNMENT if position else 0
-        shared = scalars(problem, choice.slots, sequences, choice.segment_chunks)
+        shared = scalars(problem, deal, sequences, choice.segment_chunks)
         self.templates = tuple(packer.template(shared) for packer in plan.packers)
         # Blocks not in use by a call. Threads take and return them; the count settles at that of concurrent calls.
         self.free: deque[_Blocks] = deque()

@@ -11,17 +11,17 @@ _SERIAL = ("save", "Sr", "U", "QS", "V", "rows", "W", "V2", "decay", "Vr", "O", 
 # On an H200; where a sweep was measured, tuned/sm_90a.json takes their place.
 _COSTS = Costs(
     scan_chunk_us={"none": (0.88, 1.0), "head": (0.88, 1.0), "channel": (1.0, 1.5)},
-    # Estimates, from 946 instead of 1079 us for 8 x 8192 tokens of 64 heads and 685 instead of 513 for 1 x 32768.
-    pair_chunk_us={"none": (1.15, 1.84), "head": (1.15, 1.84)},
+    # Of a pair of column blocks: 934 instead of 1055 us for 8 x 8192 tokens of 64 heads, 690 instead of 493 for 1 x 32768.
+    pair_chunk_us={"none": (1.3, 1.85), "head": (1.33, 1.87)},
     # Two of them fit on a multiprocessor, but with channel gates one.
     carry_chunk_us={"none": (0.64, 0.96), "head": (0.64, 0.96), "channel": (0.9, 1.8)},
     reach_chunks={"head": 17},  # with gates logsigmoid(x + 2), x standard normal
-    combine_step_us=0.8,  # an estimate, as the next one is: neither was measured
+    combine_step_us=1.75,
     combine_short_step_us=0.02,  # of looking whether there is anything to do
     launch_us=5.0,
     prepare_us={
-        (True, "head"): {1: 2.7, 2: 1.8, 4: 1.15},
-        (True, "none"): {1: 2.1, 2: 1.5, 4: 0.85},
+        (True, "head"): {1: 2.0, 2: 1.7, 4: 1.27},
+        (True, "none"): {1: 1.8, 2: 1.5, 4: 1.04},
         (True, "channel"): {1: 6.6},
         (False, "channel"): {1: 4.2},
     },
@@ -62,7 +62,8 @@ TARGET = Target(
     # Chain warpgroup, load warp, store warp. With two column blocks, a whole third warpgroup loads and stores, since
     # `setmaxnreg` is for warpgroups.
     # In `prepare`, each of the four warps inverts the matrix of a value head (with channel gates there is one head).
-    facts={"scan_threads": {1: 192, 2: 384}, "teams": 4},
+    # Registers let four workgroups of it run on a multiprocessor.
+    facts={"scan_threads": {1: 192, 2: 384}, "teams": 4, "prepare_workgroups": 4},
     processors=132,
     segments=True,
     costs=tuned("sm_90a", _COSTS),

@@ -19,7 +19,7 @@ STRIDES = [f"{t}_stride_{x}" for t in ("q", "k", "v", "o", "g") for x in "bthd"]
 STATES = [f"{t}_stride_{x}" for t in ("initial", "final") for x in "nhkv"]
 INTS = [
     *("batch", "tokens", "sequences", "heads", "value_heads", "has_cu_seqlens", "cu_is_int64", "g_type", "beta_type"),
-    *("A_log_type", "dt_bias_type", "flags", "slots", "segment_chunks"),
+    *("A_log_type", "dt_bias_type", "flags", "items", "segment_chunks"),
 ]
 
 

@@ -106,9 +106,9 @@ def test_a_full_chip_again_and_again(name: str, dtype: torch.dtype) -> None:
         assert inputs.same_bits(again[1], first[1])
 
 
-@every_op
-def test_the_planner_takes_pairs_for_a_full_chip(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is called by default."""
+def test_the_planner_takes_pairs_for_a_full_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is called by default; costs are tuned to workloads that fill the chip for this op."""
+    name = "chunk_gated_delta_rule"
     a = make(name, B=8, T=330, H=16, HV=64)
     monkeypatch.setattr(plan, "layouts", {})
     o, state = getattr(qla, name)(**a)

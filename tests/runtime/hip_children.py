@@ -162,7 +162,7 @@ def call() -> None:
     base = -(-workspace[0] // 1024) * 1024
     buffers = [f"ws_{name}" for name, _ in (*layout.plan.workspace, *layout.plan.state_workspace)]
     choice = plan.choose(problem, 2)
-    values: dict[str, Any] = scalars(problem, choice.slots, 2, choice.segment_chunks)
+    values: dict[str, Any] = scalars(problem, choice.deal, 2, choice.segment_chunks)
     values |= {name: 0 if (t := getattr(problem, name, None)) is None else t.data_ptr() for name in POINTERS[:9]}
     values |= dict.fromkeys(POINTERS[9:], 0)
     assert result.final_state is not None

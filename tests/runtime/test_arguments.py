@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from qla.codegen.planner import Deal
 from qla.codegen.spec import Field
 from qla.errors import LaunchError
 from qla.runtime.arguments import (
@@ -24,6 +25,7 @@ from qla.runtime.arguments import (
 from qla.runtime.problem import Problem
 
 CTYPES = {"ptr": ctypes.c_uint64, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
+DEAL = Deal(heads=2, passes=1, items=8, workgroups=8, apart=False, stride=528)
 SUPPLY = (*POINTERS, *MAPS, "ws_a", "ws_p")
 
 
@@ -125,14 +127,16 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 
 
 def test_scalars_of_a_dense_call() -> None:
-    got = scalars(problem(), slots=4, sequences=2)
+    got = scalars(problem(), deal=DEAL, sequences=2)
     assert (got["batch"], got["tokens"], got["sequences"], got["heads"], got["value_heads"]) == (2, 70, 2, 2, 4)
     assert [got[f"q_stride_{x}"] for x in "bthd"] == [70 * 256, 256, 128, 1]
     assert [got[f"o_stride_{x}"] for x in "bthd"] == [70 * 256, 256, 64, 1]
     assert [got[f"g_stride_{x}"] for x in "bthd"] == [280, 4, 1, 0]
     assert [got[f"beta_stride_{x}"] for x in "bth"] == [280, 4, 1]
     assert (got["g_type"], got["beta_type"], got["A_log_type"]) == (0, 1, 0)
-    assert (got["has_cu_seqlens"], got["cu_is_int64"], got["slots"]) == (0, 0, 4)
+    assert (got["has_cu_seqlens"], got["cu_is_int64"]) == (0, 0)
+    dealt = [got[name] for name in ("items", "heads_at_once", "group", "passes", "stride", "apart")]
+    assert dealt == [8, 2, 2, 1, 528, 0]
     assert [got[f"final_stride_{x}"] for x in "nhkv"] == [4 * 128 * 64, 128 * 64, 64, 1]
     assert [got[f"initial_stride_{x}"] for x in "nhkv"] == [0, 0, 0, 0]
     assert (got["scale"], got["lower_bound"]) == (0.25, 0.0)
@@ -140,25 +144,25 @@ def test_scalars_of_a_dense_call() -> None:
 
 def test_scalars_follow_strides_as_given() -> None:
     packed = torch.zeros(2, 70, 2, 3, 128, dtype=torch.bfloat16)
-    got = scalars(problem(q=packed[:, :, :, 1]), slots=4, sequences=2)
+    got = scalars(problem(q=packed[:, :, :, 1]), deal=DEAL, sequences=2)
     assert [got[f"q_stride_{x}"] for x in "bthd"] == [70 * 768, 768, 384, 1]
     channel = torch.zeros(2, 70, 4, 128).transpose(1, 2).contiguous().transpose(1, 2)
-    got = scalars(problem(op="kda", g=channel), slots=4, sequences=2)
+    got = scalars(problem(op="kda", g=channel), deal=DEAL, sequences=2)
     assert [got[f"g_stride_{x}"] for x in "bthd"] == [4 * 70 * 128, 128, 70 * 128, 1]
 
 
 def test_state_strides_are_named_by_meaning() -> None:
     initial = torch.zeros(2, 4, 64, 128)
-    got = scalars(problem(initial_state=initial, state_v_first=True), slots=4, sequences=2)
+    got = scalars(problem(initial_state=initial, state_v_first=True), deal=DEAL, sequences=2)
     for name in ("initial", "final"):
         assert [got[f"{name}_stride_{x}"] for x in "nhkv"] == [4 * 64 * 128, 64 * 128, 1, 128]
 
 
 def test_scalars_of_a_varlen_call() -> None:
     cu = torch.tensor([0, 3, 70], dtype=torch.int64)
-    got = scalars(problem(cu_seqlens=cu), slots=3, sequences=2)
+    got = scalars(problem(cu_seqlens=cu), deal=DEAL, sequences=2)
     assert (got["has_cu_seqlens"], got["cu_is_int64"]) == (1, 1)
-    assert scalars(problem(cu_seqlens=cu.int()), slots=3, sequences=2)["cu_is_int64"] == 0
+    assert scalars(problem(cu_seqlens=cu.int()), deal=DEAL, sequences=2)["cu_is_int64"] == 0
 
 
 @pytest.mark.parametrize(

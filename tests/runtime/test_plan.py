@@ -47,8 +47,8 @@ def blocks(recorder: Recorder) -> list[int]:
 def test_dense_call(recorder: Recorder) -> None:
     call = problem(output_final_state=True, initial_state=torch.ones(2, 4, 128, 128))
     result, a, b = launched(recorder, call)
-    # 2 rows of 2 chunks, 2 q/k heads; 2 sequences of 4 value heads with two column blocks each.
-    assert blocks(recorder) == [2 * 2 * 2, 2 * 4 * 2]
+    # 2 rows of 2 chunks, 4 value heads, each by itself; 2 sequences of 4 value heads with two column blocks each.
+    assert blocks(recorder) == [2 * 2 * 4, 2 * 4 * 2]
     assert result.o.shape == call.v.shape
     assert result.o.is_contiguous()
     assert result.o.dtype == torch.bfloat16
@@ -62,7 +62,7 @@ def test_dense_call(recorder: Recorder) -> None:
         assert arguments["final_state"] == result.final_state.data_ptr()
         for name in ("A_log", "dt_bias", "cu_seqlens", "states", "A_out", "w_out", "u_out"):
             assert arguments[name] == 0
-        assert (arguments["sequences"], arguments["slots"], arguments["scale"]) == (2, 4, 0.5)
+        assert (arguments["sequences"], arguments["items"], arguments["scale"]) == (2, 16, 0.5)
         for name in "qkvo":
             assert int.from_bytes(arguments[f"{name}_map"][:8], "little") == arguments[name]
 
@@ -95,10 +95,10 @@ def test_segments(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, packed: b
     call = problem(B=1 if packed else 2, T=300, cu_seqlens=cu, output_final_state=True)
     result, arguments = launched_in_segments(recorder, call)
     sequences, slots, segments = (4, 300 // 64 + 4, 300 // 128 + 4) if packed else (2, 2 * 5, 2 * 3)
-    # 2 q/k heads, 4 value heads; two column blocks of values and two of keys; 16 columns of a state.
-    assert blocks(recorder) == [slots * 2, segments * 4 * 4, sequences * 4 * 8, segments * 4 * 2]
+    # 4 value heads; two column blocks of values and two of keys; 16 columns of a state.
+    assert blocks(recorder) == [slots * 4, segments * 4 * 4, sequences * 4 * 8, segments * 4 * 2]
     for each in arguments.values():
-        assert (each["segment_chunks"], each["sequences"], each["slots"]) == (2, sequences, slots)
+        assert (each["segment_chunks"], each["sequences"], each["items"]) == (2, sequences, slots * 4)
     carry = arguments["carry"]["ws_carry"]
     assert arguments["combine"]["ws_carry"] == arguments["scan"]["ws_carry"] == carry
     rows = arguments["prepare"]["ws_rows"]
@@ -132,7 +132,7 @@ def test_shapes_decide_about_column_blocks_of_a_workgroup(recorder: Recorder) ->
     recorder.processors = 8
     plan.run(problem(B=4, T=300, H=2, HV=4))
     plan.run(problem(B=1, T=64, H=1, HV=2))
-    assert blocks(recorder) == [4 * 5 * 2, 4 * 4, 1, 2 * 2]
+    assert blocks(recorder) == [4 * 5 * 2, 4 * 4, 2, 2 * 2]
     kernels = [layout.plan.key.specs() for layout in plan.layouts.values() if layout is not None]
     assert [[spec.schedule for spec in each] for each in kernels] == [["", "paired"], ["", ""]]
 
@@ -177,8 +177,8 @@ def test_varlen_slots_and_blocks(recorder: Recorder) -> None:
     cu = torch.tensor([0, 1, 64, 64, 150], dtype=torch.int32)
     _, a, b = launched(recorder, problem(B=1, T=200, cu_seqlens=cu))
     slots = 200 // 64 + 4
-    assert blocks(recorder) == [slots * 2, 4 * 4 * 2]
-    assert (a["slots"], a["sequences"], a["has_cu_seqlens"], a["batch"]) == (slots, 4, 1, 1)
+    assert blocks(recorder) == [slots * 4, 4 * 4 * 2]
+    assert (a["items"], a["sequences"], a["has_cu_seqlens"], a["batch"]) == (slots * 4, 4, 1, 1)
     assert b["cu_seqlens"] == cu.data_ptr()
     # The kernels place sequence n at slot cu[n] // 64 + n: no two sequences may overlap, none may run over.
     ends = [int(cu[n]) // 64 + n + -(-int(cu[n + 1] - cu[n]) // 64) for n in range(4)]
@@ -193,7 +193,12 @@ def test_channel_gates_prepare_per_value_head(recorder: Recorder) -> None:
 
 def test_heads_of_a_large_group_go_to_several_blocks(recorder: Recorder) -> None:
     launched(recorder, problem(HV=12))
-    assert blocks(recorder)[0] == 2 * 2 * 2 * 2  # chunks of both batch rows, heads, fours of six value heads
+    # Chunks of both batch rows, heads, and six value heads: all run at once one by one, and on fewer processors in threes.
+    assert blocks(recorder)[0] == 2 * 2 * 2 * 6
+    recorder.processors = 2
+    plan.layouts.clear()
+    launched(recorder, problem(HV=12))
+    assert blocks(recorder)[0] == 2 * 2 * 2 * 2
 
 
 def test_state_layout(recorder: Recorder) -> None:

@@ -385,8 +385,7 @@ template <int N> DEV void load_numbers(float (&x)[N], const void* p, int type, i
   else load_run<2>(x, p, at, stride, count);
 }
 constexpr int L2NORM = 1, BETA_SIGMOID = 2, BETA_DOUBLE = 4, GATE_IN_KERNEL = 8, LOWER_BOUND = 16;  // flags
-DEV float beta_of(const Args& args, i64 at) {
-  float x = load_number(args.beta, at, args.beta_type);
+DEV float beta_of(const Args& args, float x) {
   if (args.flags & BETA_SIGMOID) x = 1.f / (1.f + exp_(-x));
   return args.flags & BETA_DOUBLE ? 2.f * x : x;
 }
@@ -517,7 +516,7 @@ extern "C" __global__ WORKGROUP void kda_prepare_bf16_k128_v128(const Args args)
   load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
   load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
   const i64 beta = sequence.batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h;
-  FOR_ROWS(r) shared.beta[0][r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
+  FOR_ROWS(r) shared.beta[0][r] = r < rows ? beta_of(args, load_number(args.beta, beta + r * args.beta_stride_t, args.beta_type)) : 0.f;
   const i64 g = sequence.batch * args.g_stride_b + token * args.g_stride_t + value_head * args.g_stride_h;
   const Decays decays = take_gates(shared, args, g, rows, value_head);
   sync_tiles();

@@ -68,6 +68,10 @@ DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t,
 
 struct alignas(8) TwoFloats { float x[2]; };
 
+// What a workgroup does at a time: a chunk, which has `rows` rows from `token` on, and value heads `base` … base + count - 1,
+// which share `head` of q and k.
+struct Item { int slot, batch, token, rows, head, base, count; };
+
 // ---- functions without a library, relative error about 1e-7
 DEV float exp_(float x) {
   x = x < -87.f ? -87.f : x > 88.f ? 88.f : x;
@@ -214,8 +218,7 @@ DEV float load_number(const void* p, i64 at, int type) {
   return type == 0 ? ((const float*)p)[at] : type == 1 ? from_bf16(((const u16*)p)[at]) : from_fp16(((const u16*)p)[at]);
 }
 constexpr int L2NORM = 1, BETA_SIGMOID = 2, BETA_DOUBLE = 4;  // flags
-DEV float beta_of(const Args& args, i64 at) {
-  float x = load_number(args.beta, at, args.beta_type);
+DEV float beta_of(const Args& args, float x) {
   if (args.flags & BETA_SIGMOID) x = 1.f / (1.f + exp_(-x));
   return args.flags & BETA_DOUBLE ? 2.f * x : x;
 }
@@ -227,6 +230,9 @@ DEV void put_row(void* rows, i64 place, int vector, int at, float x) {
 }
 DEV void put_half_row(void* rows, i64 place, int vector, int at, float x) {
   *(number*)((char*)rows + place * RECORD + vector + sizeof(number) * at) = to_number(x);
+}
+DEV i64 beta_at(const Args& args, const Item& item, int head, int r) {
+  return item.batch * args.beta_stride_b + (i64)(item.token + r) * args.beta_stride_t + (item.base + head) * args.beta_stride_h;
 }
 
 // ---- what the threads of a workgroup share
@@ -256,34 +262,34 @@ DEV Sequence sequence_of_slot(const Args& args, int slot) {
   return sequence_at(args, low);
 }
 
+// The n-th of the items: of a group's value heads, `most` are done at once, and all in so many passes.
+DEV Item item_at(const Args& args, unsigned n, unsigned group, unsigned most, unsigned passes) {
+  const unsigned heads = args.heads * passes, at = n % heads, head = at / passes, done = at % passes * most;
+  const int slot = n / heads;
+  const Sequence sequence = sequence_of_slot(args, slot);
+  const int first = (slot - sequence.slot) * C;
+  return {slot, sequence.batch, sequence.start + first, sequence.length - first < C ? sequence.length - first : C,
+          (int)head, (int)(head * group + done), (int)(group - done < most ? group - done : most)};
+}
+
 static void workgroup(const Args& args, int block) {
   auto block_id = [&] { return block; };
   Shared shared;
 
   // ---- the chunk and the heads of its group
-  const unsigned group = (unsigned)args.value_heads / (unsigned)args.heads, passes = (group + TEAMS - 1) / TEAMS;
-  const unsigned heads = args.heads * passes, at = block_id() % heads;
-  const int slot = block_id() / heads, head = at / passes, base = head * group + at % passes * TEAMS;
-  const int left = (head + 1) * (int)group - base, count = left < TEAMS ? left : TEAMS;
-  const Sequence sequence = sequence_of_slot(args, slot);
-  const int first = (slot - sequence.slot) * C;
-  const int rows = sequence.length - first < C ? sequence.length - first : C;
-  if (rows <= 0) return;
-  const i64 token = sequence.start + first;
-  const number* q = rows_of((const number*)args.q, sequence.batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
-  const number* k = rows_of((const number*)args.k, sequence.batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
+  const unsigned group = (unsigned)args.value_heads / (unsigned)args.heads;
+  const Item item = item_at(args, block_id(), group, TEAMS, (group + TEAMS - 1) / TEAMS);
+  if (item.rows <= 0) return;
+  float (*const beta)[C] = shared.beta;
+  const number* q = rows_of((const number*)args.q, item.batch, item.token, item.head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
+  const number* k = rows_of((const number*)args.k, item.batch, item.token, item.head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
 
-  const int value_head = base + team();
-  const i64 place = (i64)slot * args.value_heads + value_head;
-
-  // ---- the tiles; meanwhile, a team to a value head, G = sums of the gates from the chunk's start, `rest` those to
-  //      its end, as logarithms to the base 2
-  load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
-  load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
-  if (team() < count) {
-    const i64 beta = sequence.batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h;
+  // ---- the tiles; meanwhile, betas
+  load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, item.rows);
+  load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, item.rows);
+  if (team() < item.count) {
     FOR_TEAM(r, C) {
-      shared.beta[team()][r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
+      beta[team()][r] = r < item.rows ? beta_of(args, load_number(args.beta, beta_at(args, item, team(), r), args.beta_type)) : 0.f;
     }
   }
   sync_tiles();
@@ -291,6 +297,7 @@ static void workgroup(const Args& args, int block) {
   // ---- Q Kᵀ and K Kᵀ, once for these heads, and 1 / ‖q‖ and 1 / ‖k‖, which are folded into them
   Products products = gram(shared.q, shared.k, args.flags & L2NORM, shared.q_norm, shared.k_norm);
   sync();
+
   for_pairs(
       products,
       [&](int r) { return TwoFloats{args.scale * shared.q_norm[r], shared.k_norm[r]}; },
@@ -303,7 +310,9 @@ static void workgroup(const Args& args, int block) {
       });
 
   // ---- the factors of the chain's rows
-  if (team() < count) {
+  const int of = team();
+  if (of < item.count) {
+    const i64 place = (i64)item.slot * args.value_heads + item.base + of;
     FOR_TEAM(r, C) {
       const float in = 1.f;
       put_half_row(args.ws_rows, place, MINUS_IN, row_place<C>(r), -in * shared.k_norm[r]);
@@ -313,11 +322,11 @@ static void workgroup(const Args& args, int block) {
   }
 
   // ---- P and L of these heads
-  const i64 first_place = (i64)slot * args.value_heads + base;
-  for (int t = 0; t < count; t++) {
+  const i64 first_place = (i64)item.slot * args.value_heads + item.base;
+  for (int t = 0; t < item.count; t++) {
     store_matrix(
         shared, t, args.ws_p, first_place + t, products,
-        [&](int r) { return Row{0.f, shared.beta[t][r]}; },
+        [&](int r) { return Row{0.f, beta[t][r]}; },
         [&](int c) { return Column{0.f}; },
         [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
           float p[2], l[2];
@@ -332,7 +341,7 @@ static void workgroup(const Args& args, int block) {
   sync();
 
   // ---- A = (I + L)⁻¹ diag(b)
-  store_inverses(shared, count, args.ws_a, first_place);
+  store_inverses(shared, item.count, args.ws_a, first_place);
 }
 
 extern "C" __attribute__((visibility("default"))) void delta_rule_prepare_fp32_k64_v64(const Args* args, int begin, int end) {

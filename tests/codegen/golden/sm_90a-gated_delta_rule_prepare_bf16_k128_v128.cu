@@ -8,6 +8,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 typedef u16 number;  // bf16
+struct __align__(64) CUtensorMap { u64 opaque[16]; };
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEV u32 pack(float lo, float hi) {
@@ -18,8 +19,8 @@ DEV u32 pack(float lo, float hi) {
 
 // ---- arguments: one block; strides in elements
 struct Args {
-  void* q;
-  void* k;
+  CUtensorMap q_map;
+  CUtensorMap k_map;
   void* cu_seqlens;
   void* ws_a;
   void* ws_p;
@@ -28,14 +29,6 @@ struct Args {
   void* A_log;
   void* dt_bias;
   void* beta;
-  i64 q_stride_b;
-  i64 q_stride_t;
-  i64 q_stride_h;
-  i64 q_stride_d;
-  i64 k_stride_b;
-  i64 k_stride_t;
-  i64 k_stride_h;
-  i64 k_stride_d;
   i64 g_stride_b;
   i64 g_stride_t;
   i64 g_stride_h;
@@ -49,6 +42,12 @@ struct Args {
   int has_cu_seqlens;
   int cu_is_int64;
   int flags;
+  int items;
+  int heads_at_once;
+  int group;
+  int passes;
+  int stride;
+  int apart;
   int g_type;
   int A_log_type;
   int dt_bias_type;
@@ -73,16 +72,19 @@ DEV Sequence sequence_at(const Args& args, int n) {
   const int start = clamp(boundary(args, n), 0, args.tokens), end = clamp(boundary(args, n + 1), start, args.tokens);
   return {0, start, end - start, start / C + n};
 }
-// The rows of a head, from a token on.
-template <class T>
-DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t, i64 stride_h) {
-  return x + batch * stride_b + token * stride_t + head * stride_h;
-}
 
 struct alignas(8) TwoFloats { float x[2]; };
 
+// What a workgroup does at a time: a chunk, which has `rows` rows from `token` on, and value heads `base` … base + count - 1,
+// which share `head` of q and k.
+struct Item { int slot, batch, token, rows, head, base, count; };
+
 constexpr int THREADS = 128;
-DEV int block_id() { return blockIdx.x; }
+DEV int thread_id() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));  // what follows from it is made where it is used, not carried from item to item in registers
+  return thread;
+}
 DEV void sync() { __syncthreads(); }
 
 DEV u16 to_number(float x) { return (u16)pack(x, 0.f); }
@@ -107,13 +109,13 @@ DEV float sum_team(float x) {
 DEV float log1p_(float x) { return log1pf(x); }
 DEV float rsqrt_(float x) { return rsqrtf(x); }
 constexpr int TEAMS = THREADS / 32;  // of a warp
-// Turned by the workgroup, so that few teams at work do not all sit on the same quarter of a multiprocessor.
-DEV int team() { return ((threadIdx.x >> 5) + blockIdx.x) % TEAMS; }
-#define FOR_TEAM(i, n) for (int i = threadIdx.x & 31; i < (n); i += 32)
+DEV int team() { return thread_id() >> 5; }
+#define FOR_TEAM(i, n) _Pragma("unroll 1") for (int i = thread_id() & 31; i < (n); i += 32)
 DEV void sync_team() { __syncwarp(); }
 template <int N> struct Number { static constexpr int value = N; };
-// Of a matrix: bytes of it, and to parts of it.
-constexpr int MATRIX = 12 * 1024, ROOM = 6 * 1024, DIAGONAL = 8 * 1024;
+// Bytes of a matrix that is inverted.
+constexpr int MATRIX = 10 * 1024;
+constexpr int ROOM = 2 * 1024;  // bytes of 16 rows of an image
 
 // ---- tiles in shared memory
 // Byte of element (row, column) of a tile of `rows` rows: boxes of 64 columns, 16-byte pieces exchanged by row.
@@ -125,21 +127,27 @@ struct __align__(1024) SharedTile {
   number x[ROWS * COLUMNS];
   DEV number& at(int row, int column) { return *(number*)((char*)x + tile_offset(ROWS, row, column)); }
 };
-// Rows of a tensor into a tile, waited for in sync_tiles; rows at and after `rows` become zero.
-template <int COLUMNS>
-DEV void load_tile(SharedTile<C, COLUMNS>& to, const number* from, i64 stride_t, i64, int rows) {
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));  // addresses are made here, not carried through a loop around this in registers
-  constexpr int ROWS = THREADS / (COLUMNS / 8);  // a multiple of eight
-  const int first = thread / (COLUMNS / 8), column = thread % (COLUMNS / 8) * 8;
-  const u32 at = shared_address(to.x) + tile_offset(C, first, column);
-  from += first * stride_t + column;
-#pragma unroll
-  for (int r = 0; r < C; r += ROWS) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 ::"r"(at + r * 128), "l"(from), "r"(first + r < rows ? 16 : 0) : "memory");
-    from += ROWS * stride_t;
-  }
+DEV void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+DEV void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Lanes may leave the loop one by one, and what follows is for whole warps.
+DEV void barrier_wait(u32 barrier, u32 phase) {
+  asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra over;\nbra again;\nover:\n}"
+               ::"r"(barrier), "r"(phase) : "memory");
+  __syncwarp();
+}
+DEV void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Boxes of 64 columns and one chunk of tokens.
+DEV void load_box(u32 to, const CUtensorMap& map, int column, int head, int token, int batch, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4, %5}], [%6];"
+               ::"r"(to), "l"(&map), "r"(column), "r"(head), "r"(token), "r"(batch), "r"(barrier) : "memory");
+}
+DEV void prefetch_box(const CUtensorMap& map, int column, int head, int token, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, { %1, %2, %3, %4}];"
+               ::"l"(&map), "r"(column), "r"(head), "r"(token), "r"(batch) : "memory");
 }
 DEV void sync_tiles() {
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -161,19 +169,6 @@ DEV void mma(float* d, const u32* a, const u32* b) {
 DEV void load_matrices(u32* x, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
-}
-DEV void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-// A thread's row of a chunk, half of the threads q's, with its gate, the others k's, with beta.
-DEV void prefetch_row(const Args& args, int batch, i64 token, int head, int value_head) {
-  token += threadIdx.x % C;
-  if (token >= args.tokens) return;
-  const bool of_q = threadIdx.x < C;
-  const number* x = rows_of((const number*)args.k, batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
-  if (of_q) x = rows_of((const number*)args.q, batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
-#pragma unroll
-  for (int d = 0; d < K; d += 64) prefetch_line(x + d);
-  if (of_q) prefetch_line((const char*)args.g + (batch * args.g_stride_b + token * args.g_stride_t + value_head * args.g_stride_h) * (args.g_type ? 2 : 4));
-  if (!of_q) prefetch_line((const char*)args.beta + (batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h) * (args.beta_type ? 2 : 4));
 }
 
 // ---- blocks of 16 columns of 16-bit numbers, a pair of each square of eight to a lane, become rows
@@ -198,10 +193,11 @@ DEV void stored() {
 
 // ---- (I + L)⁻¹ in blocks of 16, on the tensor cores: numbers are sums of two in bf16, which together have 16 bits. Blocks on
 //      the diagonal are inverted by substitution, then X_ij = -(X_ii L_ij + … + X_i,j+1 L_j+1,j) X_jj, a row by one warp.
-//      A matrix is in shared memory as L's blocks below the diagonal, each of high parts and of rests; room for 16 rows of an
-//      image; the blocks on the diagonal, L in float, then X transposed as L. Rows of blocks are 32 bytes, whose halves change
-//      places every four rows. In the end the image of A takes the place of all but the diagonal.
-DEV constexpr int below(int i, int j) { return (i * (i - 1) / 2 + j) * 1024; }
+//      A matrix is in shared memory as the blocks on the diagonal, L in float, then X transposed as L; then L's blocks below the
+//      diagonal, each of high parts and of rests. Rows of blocks are 32 bytes, whose halves change places every four rows. In the end the
+//      image of A takes their place, from its last rows to its first: what it overwrites, rows before do not need.
+DEV constexpr int below(int i, int j) { return (i == 1 ? 9 : 2 * i + j) * 1024; }
+template <class T> DEV u32 matrix_of(T& shared, int head, bool apart) { return shared_address(shared.q.x) + (apart ? 4 * C * K : 0) + head * MATRIX; }
 DEV u32 pack_bf16(float lo, float hi) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -229,7 +225,7 @@ DEV void put_block(u32 matrix, int i, int j, const float (&l)[4][2], int lane) {
   store_matrices(at + 512, s.low);
 }
 DEV void put_diagonal(u32 matrix, int i, const float (&l)[4][2], int lane) {
-  const u32 at = matrix + DIAGONAL + i * 1024 + (lane >> 2) * 64 + ((lane & 3) * 8 ^ (lane >> 3 & 3) << 4);
+  const u32 at = matrix + i * 1024 + (lane >> 2) * 64 + ((lane & 3) * 8 ^ (lane >> 3 & 3) << 4);
 #pragma unroll
   for (int e = 0; e < 4; e++)
     asm volatile("st.shared.v2.f32 [%0], { %1, %2};" ::"r"((at ^ (e >> 1) * 32) + (e & 1) * 512), "f"(l[e][0]), "f"(l[e][1]) : "memory");
@@ -280,97 +276,77 @@ DEV void mma_bf16(float* d, const u32* a, const u32* b) {
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-DEV void multiply_blocks(float (&d)[8], const Split& a, const Split& b) {
+// The small products in sums of their own: so a product waits for few others.
+struct Sum { float high[8], low[8]; };
+DEV void multiply_blocks(Sum& d, const Split& a, const Split& b) {
 #pragma unroll
-  for (int n = 0; n < 2; n++) mma_bf16(d + 4 * n, a.low, b.high + 2 * n);
+  for (int n = 0; n < 2; n++) mma_bf16(d.low + 4 * n, a.low, b.high + 2 * n);
 #pragma unroll
-  for (int n = 0; n < 2; n++) mma_bf16(d + 4 * n, a.high, b.low + 2 * n);
+  for (int n = 0; n < 2; n++) mma_bf16(d.high + 4 * n, a.high, b.high + 2 * n);
 #pragma unroll
-  for (int n = 0; n < 2; n++) mma_bf16(d + 4 * n, a.high, b.high + 2 * n);
+  for (int n = 0; n < 2; n++) mma_bf16(d.low + 4 * n, a.high, b.low + 2 * n);
 }
-// Block rows (a bit of ROWS each) of A = X diag(b), in the image that takes the matrix's place once `all_read` returns.
-template <int ROWS, class F>
-DEV void make_rows(u32 matrix, const float* betas, int lane, F all_read) {
-  const u32 diagonal = matrix + DIAGONAL + inverse_row(lane), lower = matrix + lower_row(lane);
-  Split x[4][4];    // X_i,i-t
-  u32 a[4][4][4];  // A_i,i-t
+// Block row i of A = X diag(b), of which there are i + 1 blocks, from the diagonal to the left.
+template <class G> DEV void make_row(u32 (&a)[4][4], int i, u32 matrix, const float* betas, int lane, G keep) {
+  const u32 diagonal = matrix + inverse_row(lane), lower = matrix + lower_row(lane);
+  Split x[3];  // X_i,i-t
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (ROWS >> i & 1) x[i][0] = load_split<true>(diagonal + 1024 * i);
+  for (int t = 0; t < 4; t++) {
+    const int j = i - t;
+    if (j < 0) break;
+    float product[8];
+    if (t == 0) {
+      const Split s = x[0] = load_split<true>(diagonal + 1024 * i);
 #pragma unroll
-  for (int t = 1; t < 4; t++)
-#pragma unroll
-    for (int i = 3; i >= t; i--) {
-      if (!(ROWS >> i & 1)) continue;
-      const int j = i - t;
-      float sum[8] = {}, product[8] = {};
-#pragma unroll
-      for (int m = 0; m < t; m++) multiply_blocks(sum, x[i][m], load_split<true>(lower + below(i - m, j)));
-      multiply_blocks(product, split(sum), load_split<false>(diagonal + 1024 * j));
-#pragma unroll
-      for (int e = 0; e < 8; e++) product[e] = -product[e];
-      x[i][t] = split(product);
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const TwoFloats beta = *(const TwoFloats*)(betas + 16 * j + 8 * n + (lane & 3) * 2);
-#pragma unroll
-        for (int h = 0; h < 2; h++) a[i][t][2 * n + h] = pack(product[4 * n + 2 * h] * beta.x[0], product[4 * n + 2 * h + 1] * beta.x[1]);
+      for (int e = 0; e < 4; e++) {
+        product[2 * e] = __uint_as_float(s.high[e] << 16) + __uint_as_float(s.low[e] << 16);
+        product[2 * e + 1] = __uint_as_float(s.high[e] & 0xFFFF0000) + __uint_as_float(s.low[e] & 0xFFFF0000);
       }
+    } else {
+      Sum sum = {}, with_diagonal = {};
+#pragma unroll
+      for (int m = 0; m < t; m++) multiply_blocks(sum, x[m], load_split<true>(lower + below(i - m, j)));
+#pragma unroll
+      for (int e = 0; e < 8; e++) product[e] = -sum.high[e] - sum.low[e];
+      multiply_blocks(with_diagonal, split(product), load_split<false>(diagonal + 1024 * j));
+#pragma unroll
+      for (int e = 0; e < 8; e++) product[e] = with_diagonal.high[e] + with_diagonal.low[e];
+      if (t < 3) x[t] = split(product);
     }
-  all_read();
+    keep(j, product);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (!(ROWS >> i & 1)) continue;
-    float own[8];
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-      const TwoFloats beta = *(const TwoFloats*)(betas + 16 * i + 8 * n + (lane & 3) * 2);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const u32 high = x[i][0].high[2 * n + h], low = x[i][0].low[2 * n + h];
-        float* const pair = own + 4 * n + 2 * h;
-        pair[0] = __uint_as_float(high << 16) + __uint_as_float(low << 16);
-        pair[1] = __uint_as_float(high & 0xFFFF0000) + __uint_as_float(low & 0xFFFF0000);
-        a[i][0][2 * n + h] = pack(pair[0] * beta.x[0], pair[1] * beta.x[1]);
-      }
+    for (int p = 0; p < 4; p++) {
+      const TwoFloats beta = *(const TwoFloats*)(betas + 16 * j + 4 * (p & 2) + (lane & 3) * 2);
+      a[t][p] = pack(product[2 * p] * beta.x[0], product[2 * p + 1] * beta.x[1]);
     }
-    const u32 at = image_block(matrix + 2048 * i, lane), zero[4] = {};
-#pragma unroll
-    for (int j = 0; j < 4; j++) store_matrices(at ^ 32 * j, j > i ? zero : a[i][i - j]);
   }
 }
-// A of `count` heads, on as many teams each as there are for them: they share the block rows.
-template <class T> DEV void store_inverses(T& shared, int count, void* to, i64 place) {
+// A of `count` heads, as many teams to each as there are for it, which share its block rows.
+template <class T> DEV void store_inverses(T& shared, int count, bool apart, const float (*beta)[C], void* to, i64 place) {
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread));  // addresses are made here, not carried through all of the kernel in registers
   const int lane = thread & 31;
-  for (int n = team(); n < 2 * count; n += TEAMS)
-    invert_blocks(shared_address(shared.matrices[n >> 1]) + DIAGONAL + (n & 1) * 2048, lane);
-  stored();
+  for (int n = team(); n < 2 * count; n += TEAMS) invert_blocks(matrix_of(shared, n >> 1, apart) + (n & 1) * 2048, lane);
   sync();
-  const int shift = count > 2 ? 0 : 3 - count, item = team() >> shift, part = team() & ((1 << shift) - 1);
-  if (item >= count) {
-    return;
-  }
-  const u32 matrix = shared_address(shared.matrices[item]);
-  const float* betas = shared.beta[item];
+  const int shift = count > 2 ? 0 : 3 - count, parts = 1 << shift, item = team() >> shift, part = team() & (parts - 1);
+  if (item >= count) return;
+  const u32 matrix = matrix_of(shared, item, apart);
   char* image = (char*)to + (place + item) * C * C * 2;
-  const auto rows = [&](auto own) {
-    make_rows<own.value>(matrix, betas, lane, [] { sync(); });
-    for (int i = 0; i < 4; i++)
-      if (own.value >> i & 1) store_bulk(image + 2048 * i, matrix + 2048 * i, 2048);
-  };
-  if (shift == 0) {
-    make_rows<15>(matrix, betas, lane, [] { __syncwarp(); });
-    store_bulk(image, matrix, C * C * 2);
-  } else if (shift == 1) {
-    if (part) rows(Number<6>());
-    else rows(Number<9>());
-  } else if (part == 0) rows(Number<8>());
-  else if (part == 1) rows(Number<4>());
-  else if (part == 2) rows(Number<2>());
-  else rows(Number<1>());
-  stored();
+#pragma unroll 1
+  for (int i = 3 - part; i >= 0; i -= parts) {
+    u32 a[4][4] = {};
+    make_row(a, i, matrix, beta[item], lane, [&](int, const float*) {});
+    // all have read what the image takes the place of
+    if (parts > 1) sync();
+    else __syncwarp();
+    const u32 at = image_block(matrix + 2048 * i, lane), zero[4] = {};
+#pragma unroll
+    for (int t = 0; t < 4; t++) {  // not an address chosen: that would put the row into memory
+      if (t <= i) store_matrices(at ^ 32 * (i - t), a[t]);
+      else store_matrices(at ^ 32 * t, zero);
+    }
+    store_bulk(image + 2048 * i, matrix + 2048 * i, 2048);
+  }
 }
 
 // ---- products of all pairs of rows: a lane has rows 16 warp + lane / 4 + 8 h and columns 8 j + 2 (lane % 4) + e of them,
@@ -396,10 +372,18 @@ DEV void touch(float (&d)[32]) {
 #pragma unroll
   for (int i = 0; i < 32; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
-// 1 / ‖x‖ of this warp's rows of a tile, and where `squares` are wanted ‖x‖² with that factor: squares are on the diagonals of blocks of eight.
-DEV void norms(u32 tile, bool wanted, float* to, float* squares, int lane) {
+// 1 / ‖x‖ of this warp's rows from what is on the diagonals of blocks of eight, and ‖x‖² with that factor.
+DEV void put_norms(float low, float high, bool wanted, float* to, float* squares, int lane) {
+  const int row = lane >> 2;
+  if ((row & 6) != 2 * (lane & 3)) return;
+  const float low_norm = wanted ? rsqrt_(1e-6f + low) : 1.f, high_norm = wanted ? rsqrt_(1e-6f + high) : 1.f;
+  to[row] = low_norm, to[row + 8] = high_norm;
+  if (squares) squares[row] = low * low_norm * low_norm, squares[row + 8] = high * high_norm * high_norm;
+}
+// Those of a tile.
+DEV void norms(u32 tile, bool wanted, float* to, int lane) {
   float low[4] = {}, high[4] = {};
-  if (wanted || squares) {
+  if (wanted) {
     const u32 rows = tile + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
 #pragma unroll
     for (int d = 0; d < K; d += 16) {
@@ -410,18 +394,9 @@ DEV void norms(u32 tile, bool wanted, float* to, float* squares, int lane) {
       mma(high, a, b[1]);
     }
   }
-  const int row = lane >> 2;
-  if ((row & 6) == 2 * (lane & 3)) {
-    const float square[2] = {row & 1 ? low[1] : low[0], row & 1 ? high[3] : high[2]};
-    for (int h = 0; h < 2; h++) {
-      const float norm = wanted ? rsqrt_(1e-6f + square[h]) : 1.f;
-      to[row + 8 * h] = norm;
-      if (squares) squares[row + 8 * h] = square[h] * norm * norm;
-    }
-  }
+  put_norms(lane & 4 ? low[1] : low[0], lane & 4 ? high[3] : high[2], wanted, to, nullptr, lane);
 }
-DEV Products gram(SharedTile<C, K>& q, SharedTile<C, K>& k, bool wanted, float* q_norm, float* k_norm, float* k_square) {
-  Products p;
+DEV void start_products(Products& p, SharedTile<C, K>& q, SharedTile<C, K>& k) {
   const u32 from_q = shared_address(q.x), from_k = shared_address(k.x);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -431,17 +406,23 @@ DEV Products gram(SharedTile<C, K>& q, SharedTile<C, K>& k, bool wanted, float* 
     multiply_tiles<0>(p.kk, descriptor(from_k + step, 16), descriptor(from_k + step, 16), d > 0);
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  norms(from_q + warp * 2048, wanted, q_norm + 16 * warp, nullptr, lane);
-  norms(from_k + warp * 2048, wanted, k_norm + 16 * warp, k_square + 16 * warp, lane);
+}
+DEV void await_products(Products& p, SharedTile<C, K>& q, SharedTile<C, K>& k, bool wanted, float* q_norm, float* k_norm, float* k_square) {
+  const int thread = thread_id(), warp = thread >> 5, lane = thread & 31;
+  norms(shared_address(q.x) + warp * 2048, wanted, q_norm + 16 * warp, lane);
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   touch(p.qk);
   touch(p.kk);
-  return p;
+  // Squares of keys are on the diagonal.
+  float low = 0.f, high = 0.f;
+#pragma unroll
+  for (int b = 0; b < C / 16; b++)
+    if (b == warp) low = lane & 4 ? p.kk[8 * b + 1] : p.kk[8 * b], high = lane & 4 ? p.kk[8 * b + 7] : p.kk[8 * b + 6];
+  put_norms(low, high, wanted, k_norm + 16 * warp, k_square + 16 * warp, lane);
 }
 // Calls f(r, c, row(r), {column(c), column(c + 1)}, q k, k k, i) for this lane's pairs of neighbours of a block of 16 columns.
 template <int BLOCK, class R, class S, class F> DEV void for_block(Products& p, const R (&rows)[2], S column, F f) {
-  const int lane = threadIdx.x & 31, r = (threadIdx.x >> 5) * 16 + (lane >> 2);
+  const int thread = thread_id(), lane = thread & 31, r = (thread >> 5) * 16 + (lane >> 2);
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     const int c = 16 * BLOCK + 8 * n + 2 * (lane & 3), at = 8 * BLOCK + 4 * n;
@@ -450,8 +431,9 @@ template <int BLOCK, class R, class S, class F> DEV void for_block(Products& p, 
     for (int h = 0; h < 2; h++) f(r + 8 * h, c, rows[h], columns, p.qk + at + 2 * h, p.kk + at + 2 * h, 2 * n + h);
   }
 }
+
 template <class R, class S, class F> DEV void for_pairs(Products& p, R row, S column, F f) {
-  const int warp = threadIdx.x >> 5, r = warp * 16 + ((threadIdx.x & 31) >> 2);
+  const int thread = thread_id(), warp = thread >> 5, r = warp * 16 + ((thread & 31) >> 2);
   const decltype(row(0)) rows[2] = {row(r), row(r + 8)};
   auto g = [&](int r, int c, auto of_row, const auto* columns, float* qk, float* kk, int) { f(r, c, of_row, columns, qk, kk); };
   for_block<0>(p, rows, column, g);
@@ -460,14 +442,12 @@ template <class R, class S, class F> DEV void for_pairs(Products& p, R row, S co
   if (warp > 2) for_block<3>(p, rows, column, g);
 }
 
-// P of a chunk, zero above the diagonal, and L, by their pairs f.
+// P of a chunk, and L, by their pairs f(r, c, row(r), {column(c), column(c + 1)}, q k, k k).
 template <class T, class R, class S, class F>
-DEV void store_matrix(T& shared, int head, void* to, i64 place, Products& products, R row, S column, F f) {
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));  // addresses are made here, not carried from head to head in registers
-  const int warp = thread >> 5, lane = thread & 31, r = warp * 16 + (lane >> 2);
+DEV void store_matrix(T& shared, int head, bool apart, void* to, i64 place, Products& products, R row, S column, F f) {
+  const int thread = thread_id(), warp = thread >> 5, lane = thread & 31, r = warp * 16 + (lane >> 2);
   const decltype(row(0)) rows[2] = {row(r), row(r + 8)};
-  const u32 room = shared_address(shared.matrices[warp]) + ROOM, lower = shared_address(shared.matrices[head]);
+  const u32 room = shared_address(shared.room[warp]), lower = matrix_of(shared, head, apart);
   const u32 at = image_block(room, lane);
   stored();
   auto block = [&](auto number, auto whole) {
@@ -484,22 +464,18 @@ DEV void store_matrix(T& shared, int head, void* to, i64 place, Products& produc
     if (whole.value) put_block(lower, warp, BLOCK, l, lane);
     else put_diagonal(lower, warp, l, lane);
   };
-  const u32 zero[4] = {};
   if (warp > 0) block(Number<0>(), Number<1>());
-  else if (warp == 0) block(Number<0>(), Number<0>());
+  else block(Number<0>(), Number<0>());
   if (warp > 1) block(Number<1>(), Number<1>());
   else if (warp == 1) block(Number<1>(), Number<0>());
-  else store_matrices(at ^ 32, zero);
   if (warp > 2) block(Number<2>(), Number<1>());
   else if (warp == 2) block(Number<2>(), Number<0>());
-  else store_matrices(at ^ 64, zero);
   if (warp == 3) block(Number<3>(), Number<0>());
-  else store_matrices(at ^ 96, zero);
-  store_bulk((char*)to + place * C * C * 2 + warp * 2048, room, 2048);
+  store_bulk((char*)to + place * C * C * 2 + warp * ROOM, room, ROOM);
 }
 // Gates become their sums from the start on; `rest` the sums of those after each.
 DEV void sum_gates(float* G, float* rest) {
-  const int lane = threadIdx.x & 31;
+  const int lane = thread_id() & 31;
   float low = G[lane], high = G[lane + 32];
   float after_low = __shfl_down_sync(~0u, low, 1), after_high = __shfl_down_sync(~0u, high, 1);
   if (lane == 31) after_low = after_high = 0.f;
@@ -522,8 +498,7 @@ DEV float load_number(const void* p, i64 at, int type) {
   return type == 0 ? ((const float*)p)[at] : type == 1 ? from_bf16(((const u16*)p)[at]) : from_fp16(((const u16*)p)[at]);
 }
 constexpr int L2NORM = 1, BETA_SIGMOID = 2, BETA_DOUBLE = 4, GATE_IN_KERNEL = 8, LOWER_BOUND = 16;  // flags
-DEV float beta_of(const Args& args, i64 at) {
-  float x = load_number(args.beta, at, args.beta_type);
+DEV float beta_of(const Args& args, float x) {
   if (args.flags & BETA_SIGMOID) x = 1.f / (1.f + exp_(-x));
   return args.flags & BETA_DOUBLE ? 2.f * x : x;
 }
@@ -536,15 +511,46 @@ DEV void put_row(void* rows, i64 place, int vector, int at, float x) {
 DEV void put_half_row(void* rows, i64 place, int vector, int at, float x) {
   *(number*)((char*)rows + place * RECORD + vector + sizeof(number) * at) = to_number(x);
 }
+DEV i64 beta_at(const Args& args, const Item& item, int head, int r) {
+  return item.batch * args.beta_stride_b + (i64)(item.token + r) * args.beta_stride_t + (item.base + head) * args.beta_stride_h;
+}
+DEV i64 g_at(const Args& args, const Item& item, int head, int r) {
+  return item.batch * args.g_stride_b + (i64)(item.token + r) * args.g_stride_t + (item.base + head) * args.g_stride_h;
+}
+// ---- gates and betas come as the words that they lie in, so that nobody waits for them; then they are made of those, in their place
+DEV void copy_word(float* to, const void* x, int type, i64 at, bool only_ask) {
+  const size_t from = (size_t)x + at * (type ? 2 : 4) & ~(size_t)3;
+  if (only_ask) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  else
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+DEV float of_word(float word, const void* x, int type, i64 at) {
+  const u32 bits = __float_as_uint(word);
+  const u16 half = (size_t)x + at * 2 & 2 ? bits >> 16 : bits;
+  return type == 0 ? word : type == 1 ? from_bf16(half) : from_fp16(half);
+}
+template <class T> DEV void copy_words(T& shared, const Args& args, int turn, bool only_ask) {
+  const Item& item = shared.items[turn];
+#pragma unroll 1
+  for (int i = thread_id(); i < 2 * item.count * C; i += THREADS) {
+    const int r = i % C, n = i / C, head = n >> 1;
+    if (r >= item.rows) continue;
+    if (n & 1) copy_word(&shared.beta[turn][head][r], args.beta, args.beta_type, beta_at(args, item, head, r), only_ask);
+    else copy_word(&shared.G[head][r], args.g, args.g_type, g_at(args, item, head, r), only_ask);
+  }
+}
 
 // ---- what the threads of a workgroup share
 struct Shared {
-  union {
-    struct { SharedTile<C, K> q, k; };  // tokens of the chunk, zero after the sequence's end; once their products are known
-    alignas(1024) unsigned char matrices[TEAMS][MATRIX];
-  };
-  alignas(16) float G[TEAMS][C], rest[TEAMS][C], beta[TEAMS][C];
+  unsigned char room[TEAMS][ROOM];  // for rows of P on their way to memory
+  alignas(16) float G[TEAMS][C], rest[TEAMS][C], beta[2][TEAMS][C];
   float q_norm[C], k_norm[C], k_square[C];
+  Item items[2];  // the one at work and the next one
+  int turn;  // the latest of these
+  unsigned n;  // of the item after that
+  u64 landed;  // barrier of its tiles
+  SharedTile<C, K> q, k;  // tokens of the chunk, zero after the sequence's end
+  // Then matrices of the heads at work; of more than two in the tiles' place, where they are made when products are known.
 };
 
 // What P and L take from a row and a column.
@@ -564,6 +570,16 @@ DEV Sequence sequence_of_slot(const Args& args, int slot) {
   return sequence_at(args, low);
 }
 
+// The n-th of the items: of a group's value heads, `most` are done at once, and all in so many passes.
+DEV Item item_at(const Args& args, unsigned n, unsigned group, unsigned most, unsigned passes) {
+  const unsigned heads = args.heads * passes, at = n % heads, head = at / passes, done = at % passes * most;
+  const int slot = n / heads;
+  const Sequence sequence = sequence_of_slot(args, slot);
+  const int first = (slot - sequence.slot) * C;
+  return {slot, sequence.batch, sequence.start + first, sequence.length - first < C ? sequence.length - first : C,
+          (int)head, (int)(head * group + done), (int)(group - done < most ? group - done : most)};
+}
+
 // The gate of a token (natural logarithm of the decay), from its raw form where the caller asks for it. e^-88 is the last
 // that float holds: sums of larger ones would only lose the small ones beside them, or be inf - inf.
 DEV float gate_of(const Args& args, float x, int head, int bias) {
@@ -579,95 +595,136 @@ DEV float gate_of(const Args& args, float x, int head, int bias) {
 extern "C" __global__ void __launch_bounds__(THREADS, 4) gated_delta_rule_prepare_bf16_k128_v128(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   Shared& shared = *(Shared*)shared_memory;
-
-  // ---- the chunk and the heads of its group
-  const unsigned group = (unsigned)args.value_heads / (unsigned)args.heads, passes = (group + TEAMS - 1) / TEAMS;
-  const unsigned heads = args.heads * passes, at = block_id() % heads;
-  const int slot = block_id() / heads, head = at / passes, base = head * group + at % passes * TEAMS;
-  const int left = (head + 1) * (int)group - base, count = left < TEAMS ? left : TEAMS;
-  const Sequence sequence = sequence_of_slot(args, slot);
-  const int first = (slot - sequence.slot) * C;
-  const int rows = sequence.length - first < C ? sequence.length - first : C;
-  if (rows <= 0) return;
-  const i64 token = sequence.start + first;
-  const number* q = rows_of((const number*)args.q, sequence.batch, token, head, args.q_stride_b, args.q_stride_t, args.q_stride_h);
-  const number* k = rows_of((const number*)args.k, sequence.batch, token, head, args.k_stride_b, args.k_stride_t, args.k_stride_h);
-
-  const int value_head = base + team();
-  const i64 place = (i64)slot * args.value_heads + value_head;
-  float *const G = shared.G[team()], *const rest = shared.rest[team()];
-
-  // ---- the tiles; meanwhile, a team to a value head, G = sums of the gates from the chunk's start, `rest` those to
-  //      its end, as logarithms to the base 2
-  load_tile(shared.q, q, args.q_stride_t, args.q_stride_d, rows);
-  load_tile(shared.k, k, args.k_stride_t, args.k_stride_d, rows);
-  if (team() < count) {
-    const i64 beta = sequence.batch * args.beta_stride_b + token * args.beta_stride_t + value_head * args.beta_stride_h;
-    const i64 g = sequence.batch * args.g_stride_b + token * args.g_stride_t + value_head * args.g_stride_h;
-    FOR_TEAM(r, C) {
-      shared.beta[team()][r] = r < rows ? beta_of(args, beta + r * args.beta_stride_t) : 0.f;
-      G[r] = r < rows ? 1.44269504f * gate_of(args, load_number(args.g, g + r * args.g_stride_t, args.g_type), value_head, value_head) : 0.f;
+  const auto load_tiles = [&](const Item& item) {
+    const u32 landed = shared_address(&shared.landed);
+    barrier_expect(landed, 4 * C * K);
+#pragma unroll 1
+    for (int d = 0; d < K; d += 64) {
+      load_box(shared_address(shared.q.x) + 2 * C * d, args.q_map, d, item.head, item.token, item.batch, landed);
+      load_box(shared_address(shared.k.x) + 2 * C * d, args.k_map, d, item.head, item.token, item.batch, landed);
     }
-    sync_team();
-    sum_gates(G, rest);
+  };
+  // The next item; no rows where there is none. One thread.
+  const auto next_item = [&] {
+    Item item = {};
+    unsigned n = shared.n;
+    for (bool more = true; more && n < args.items; n += args.stride) {
+      item = item_at(args, n, args.group, args.heads_at_once, args.passes);
+      more = args.apart && item.rows <= 0;
+    }
+    shared.items[shared.turn ^= 1] = item, shared.n = n;
+    return item;
+  };
+  if (threadIdx.x == 0) {
+    shared.turn = 1, shared.n = blockIdx.x;
+    barrier_init(shared_address(&shared.landed), 1);
+    fence_barriers();
+    const Item item = next_item();
+    if (item.rows > 0) load_tiles(item);
   }
-  sync_tiles();
-
-  // ---- on their way from memory, now that it has less to do: rows of the workgroup that comes when those at work are over
-  const unsigned later = at + 528;
-  prefetch_row(args, sequence.batch, token + (i64)(later / heads) * C, later % heads / passes,
-               later % heads / passes * group + later % heads % passes * TEAMS);
-
-  // ---- Q Kᵀ and K Kᵀ, once for these heads, and 1 / ‖q‖ and 1 / ‖k‖, which are folded into them
-  Products products = gram(shared.q, shared.k, args.flags & L2NORM, shared.q_norm, shared.k_norm, shared.k_square);
+  for (int i = threadIdx.x; i < TEAMS * ROOM / 16; i += THREADS) ((uint4*)shared.room)[i] = make_uint4(0, 0, 0, 0);  // above the diagonal
   sync();
-  for_pairs(
-      products,
-      [&](int r) { return TwoFloats{args.scale * shared.q_norm[r], shared.k_norm[r]}; },
-      [&](int c) { return shared.k_norm[c]; },
-      [&](int, int, TwoFloats row, const float* column, float* qk, float* kk) {
-        for (int e = 0; e < 2; e++) {
-          qk[e] *= row.x[0] * column[e];
-          kk[e] *= row.x[1] * column[e];
+  copy_words(shared, args, 0, false);
+  while (shared.items[shared.turn].rows > 0) {
+
+    const int turn = shared.turn;
+    const Item& item = shared.items[turn];
+    float (*const beta)[C] = shared.beta[turn];
+    barrier_wait(shared_address(&shared.landed), turn);
+    // A box that reaches past the sequence holds another one's rows: make them zero.
+    for (int i = thread_id(); i < (C - item.rows) * K / 4; i += THREADS) {
+      const int row = item.rows + i / (K / 4), column = i / 2 % (K / 8) * 8;
+      *(uint4*)&(i & 1 ? shared.k : shared.q).at(row, column) = make_uint4(0, 0, 0, 0);
+    }
+    sync_tiles();
+
+    // ---- Q Kᵀ and K Kᵀ, once for these heads; meanwhile, a team to a value head, G = sums of the gates from the chunk's
+    //      start, `rest` those to its end, as logarithms to the base 2; then 1 / ‖q‖ and 1 / ‖k‖, which are folded into them
+    Products products;
+    start_products(products, shared.q, shared.k);
+    if (team() < item.count) {
+      const int value_head = item.base + team();
+      float *const G = shared.G[team()], *const rest = shared.rest[team()];
+      FOR_TEAM(r, C) {
+        beta[team()][r] = r < item.rows ? beta_of(args, of_word(beta[team()][r], args.beta, args.beta_type, beta_at(args, item, team(), r))) : 0.f;
+        G[r] = r < item.rows ? 1.44269504f * gate_of(args, of_word(G[r], args.g, args.g_type, g_at(args, item, team(), r)), value_head, value_head) : 0.f;
+      }
+      sync_team();
+      sum_gates(G, rest);
+    }
+    await_products(products, shared.q, shared.k, args.flags & L2NORM, shared.q_norm, shared.k_norm, shared.k_square);
+    stored();  // what is in the place of this item's matrices
+    sync();
+
+    // ---- the next item, with its tiles on their way; or into L2, that of a later workgroup
+    if (threadIdx.x == 0) {
+      const Item next = next_item();
+      if (next.rows > 0 && args.apart) load_tiles(next);
+      else if (next.rows > 0)
+        for (int d = 0; d < K; d += 64) {
+          prefetch_box(args.q_map, d, next.head, next.token, next.batch);
+          prefetch_box(args.k_map, d, next.head, next.token, next.batch);
         }
-      });
-
-  // ---- the factors of the chain's rows
-  if (team() < count) {
-    float growth = 0.f;  // I - b k kᵀ makes nothing longer, unless b |k|² > 2 or b < 0
-    FOR_TEAM(r, C) {
-      const float in = exp2_(G[r]);
-      put_half_row(args.ws_rows, place, MINUS_IN, row_place<C>(r), -in * shared.k_norm[r]);
-      put_half_row(args.ws_rows, place, LEFT, row_place<C>(r), exp2_(rest[r]) * shared.k_norm[r]);
-      put_row(args.ws_rows, place, OUT, row_place<C>(r), args.scale * in * shared.q_norm[r]);
-      if (r == C - 1) put_row(args.ws_rows, place, DECAY, 0, in);
-      const float longer = fabsf(1.f - shared.beta[team()][r] * shared.k_square[r]);
-      growth += longer > 1.f ? log2_(longer) : 0.f;
     }
-    growth = sum_team(growth);
-    FOR_TEAM(r, 1) put_row(args.ws_rows, place, REACH, r, G[C - 1] + growth);
-  }
 
-  // ---- P and L of these heads
-  const i64 first_place = (i64)slot * args.value_heads + base;
-  for (int t = 0; t < count; t++) {
-    store_matrix(
-        shared, t, args.ws_p, first_place + t, products,
-        [&](int r) { return Row{shared.G[t][r], shared.beta[t][r]}; },
-        [&](int c) { return Column{shared.G[t][c]}; },
-        [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
-          float p[2], l[2];
+    for_pairs(
+        products,
+        [&](int r) { return TwoFloats{args.scale * shared.q_norm[r], shared.k_norm[r]}; },
+        [&](int c) { return shared.k_norm[c]; },
+        [&](int, int, TwoFloats row, const float* column, float* qk, float* kk) {
           for (int e = 0; e < 2; e++) {
-            const float decay = exp2_(row.G - column[e].G), q_factor = decay, k_factor = row.beta * decay;
-            p[e] = c + e <= r ? q_factor * qk[e] : 0.f;
-            l[e] = c + e < r ? k_factor * kk[e] : 0.f;
+            qk[e] *= row.x[0] * column[e];
+            kk[e] *= row.x[1] * column[e];
           }
-          return Pairs{ {p[0], p[1]}, {l[0], l[1]}};
         });
-  }
-  sync();
 
-  // ---- A = (I + L)⁻¹ diag(b)
-  store_inverses(shared, count, args.ws_a, first_place);
+    // ---- the factors of the chain's rows
+    const int of = team() ^ 1;
+    if (of < item.count) {
+      const i64 place = (i64)item.slot * args.value_heads + item.base + of;
+      const float *const G = shared.G[of], *const rest = shared.rest[of];
+      float growth = 0.f;  // I - b k kᵀ makes nothing longer, unless b |k|² > 2 or b < 0
+      FOR_TEAM(r, C) {
+        const float in = exp2_(G[r]);
+        put_half_row(args.ws_rows, place, MINUS_IN, row_place<C>(r), -in * shared.k_norm[r]);
+        put_half_row(args.ws_rows, place, LEFT, row_place<C>(r), exp2_(rest[r]) * shared.k_norm[r]);
+        put_row(args.ws_rows, place, OUT, row_place<C>(r), args.scale * in * shared.q_norm[r]);
+        if (r == C - 1) put_row(args.ws_rows, place, DECAY, 0, in);
+        const float longer = fabsf(1.f - beta[of][r] * shared.k_square[r]);
+        growth += longer > 1.f ? log2_(longer) : 0.f;
+      }
+      growth = sum_team(growth);
+      FOR_TEAM(r, 1) put_row(args.ws_rows, place, REACH, r, G[C - 1] + growth);
+    }
+
+    // ---- P and L of these heads
+    const i64 first_place = (i64)item.slot * args.value_heads + item.base;
+    for (int t = 0; t < item.count; t++) {
+      store_matrix(
+          shared, t, args.apart, args.ws_p, first_place + t, products,
+          [&](int r) { return Row{shared.G[t][r], beta[t][r]}; },
+          [&](int c) { return Column{shared.G[t][c]}; },
+          [&](int r, int c, Row row, const Column* column, const float* qk, const float* kk) {
+            float p[2], l[2];
+            for (int e = 0; e < 2; e++) {
+              const float decay = exp2_(row.G - column[e].G), q_factor = decay, k_factor = row.beta * decay;
+              p[e] = c + e <= r ? q_factor * qk[e] : 0.f;
+              l[e] = c + e < r ? k_factor * kk[e] : 0.f;
+            }
+            return Pairs{ {p[0], p[1]}, {l[0], l[1]}};
+          });
+    }
+    sync();
+    const int next = shared.turn;
+    copy_words(shared, args, next, !args.apart);
+
+    // ---- A = (I + L)⁻¹ diag(b)
+    const Item& done = shared.items[next ^ 1];  // not carried over in registers
+    store_inverses(shared, done.count, args.apart, shared.beta[next ^ 1], args.ws_a, (i64)done.slot * args.value_heads + done.base);
+
+    if (!args.apart) break;
+    sync();  // all is read that the next item's numbers take the place of
+  }
+  stored();
 }
-static_assert(sizeof(Shared) == 53248, "what the launch provides");
+static_assert(sizeof(Shared) + 2 * MATRIX == 66560, "what the launch provides, at most");

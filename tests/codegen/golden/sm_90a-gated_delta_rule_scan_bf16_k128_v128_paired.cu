@@ -30,7 +30,7 @@ struct Args {
   void* initial_state;
   void* final_state;
   void* o;
-  void* ws_starts;
+  void* ws_carry;
   i64 o_stride_b;
   i64 o_stride_t;
   i64 o_stride_h;
@@ -97,6 +97,9 @@ DEV Segment segment_at(const Args& args, int segment) {
   else if (!first && rows.length <= 0) rows.length = -1;
   return {rows, low, first, last};
 }
+// Floats of a segment and value head: row by row N, then M, and whether M is anything but zero. `combine` leaves the state at
+// the segment's end where N was; where M is zero, and in a sequence's first segment, N is that state.
+constexpr int CARRIED = K * (V + K) + 32;
 // The rows of a head, from a token on.
 template <class T>
 DEV T* rows_of(T* x, int batch, i64 token, int head, i64 stride_b, i64 stride_t, i64 stride_h) {
@@ -110,20 +113,20 @@ DEV void barrier_init(u32 barrier, u32 arrivals) {
 DEV void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-DEV void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-// Predicated rather than branched over: a branch between two wgmmas makes the compiler serialize them.
-DEV void barrier_arrive_if(u32 barrier, u32 wanted) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier), "r"(wanted)
-               : "memory");
-}
 // Lanes may leave the loop one by one, and what follows is for whole warps.
 DEV void barrier_wait(u32 barrier, u32 phase) {
   asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra over;\nbra again;\nover:\n}"
                ::"r"(barrier), "r"(phase) : "memory");
   __syncwarp();
 }
-DEV void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEV void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+// Predicated rather than branched over: a branch between two wgmmas makes the compiler serialize them.
+DEV void barrier_arrive_if(u32 barrier, u32 wanted) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier), "r"(wanted)
+               : "memory");
+}
+DEV void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEV void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
@@ -650,8 +653,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) gated_delta_rule_scan_bf16_
     barrier_arrive_if(output_full + 8 * stream, lane == 0);
   };
   if (!segment.first) {
-    const float* from = (const float*)args.ws_starts + ((i64)n_segment * args.value_heads + value_head) * K * V + column;
-    for_each(S, [&](i64 k, i64 v, float& x) { x = from[k * V + v]; });
+    const float* from = (const float*)args.ws_carry + ((i64)(n_segment - 1) * args.value_heads + value_head) * CARRIED + column;
+    for_each(S, [&](i64 k, i64 v, float& x) { x = from[k * (V + K) + v]; });
   } else if (args.initial_state) {
     const float* from = (const float*)args.initial_state + segment.n_sequence * args.initial_stride_n + value_head * args.initial_stride_h;
     for_each(S, [&](i64 k, i64 v, float& x) { x = from[k * args.initial_stride_k + (column + v) * args.initial_stride_v]; });
