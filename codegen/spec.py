@@ -179,8 +179,8 @@ class Limits:
     shared_bytes : dynamic shared memory (CUDA) or static LDS (HIP) of one workgroup; 0 on host.
     value_columns : columns of the value dimension that one workgroup owns (scan), 0 where it owns all.
     chunk : tokens of one chunk.
-    tile_bytes, matrix_bytes : of the shared memory, where a launch chooses how many value heads a workgroup of `prepare`
-        works on at once: those of q and k, and those of a matrix to be inverted for each head.
+    tile_bytes, matrix_bytes : of the shared memory, where a launch chooses how many value heads a workgroup of
+        `prepare` works on at once: those of q and k, and those of a matrix to be inverted for each head.
     """
 
     threads: int

@@ -18,7 +18,7 @@ from qla.codegen.matrix import full
 from qla.codegen.ops import OPS
 from qla.codegen.planner import MOST_SEGMENTS, CallShape, Choice, choices, plan_call, split
 from qla.codegen.render import render
-from qla.codegen.spec import Dtype
+from qla.codegen.spec import HEAD_DIMS, Dtype, KernelSpec
 from qla.errors import UnsupportedError
 from qla.targets import TARGETS, sm_90a
 from qla.targets.base import Costs
@@ -113,7 +113,8 @@ def test_calls_that_save_are_split_as_others(dim: int, tokens: int) -> None:
     assert (saving.segment_chunks, saving.us, saving.short_us) == (plain.segment_chunks, plain.us, plain.short_us)
     assert saving.workgroups[1:] == plain.workgroups[1:]
     # Products of the factors take registers and tiles: half as many workgroups of `prepare` run at once.
-    assert saving.deal.apart and saving.deal.stride * 2 == plain.deal.stride
+    assert saving.deal.apart
+    assert saving.deal.stride * 2 == plain.deal.stride
     changed = [x.stage for x, y in zip(saving.kernels, plain.kernels, strict=True) if x != y]
     assert changed == ["prepare", "scan"]
     assert all(spec.saves == (spec.stage in changed) for spec in saving.kernels)
@@ -406,3 +407,39 @@ def test_the_command_line_refuses(arguments: tuple[str, ...], said: str) -> None
     result = explain("--tokens", "64", "--heads", "2", *arguments)
     assert result.exit_code == 2
     assert said in result.output
+
+
+def heads(shape: CallShape, processors: int = 132) -> tuple[int, int, int, bool]:
+    deal = split(shape, "sm_90a", processors).deal
+    return deal.heads, deal.passes, deal.workgroups, deal.apart
+
+
+def test_heads_at_once_of_prepare() -> None:
+    """The fewest with which all workgroups run at once, else the most; then as even as passes allow."""
+    few = CallShape("gated_delta_rule", "bf16", 128, 128, 1, 2048, 2, 8)
+    assert heads(few) == (1, 4, 32 * 2 * 4, True)
+    assert heads(replace(few, tokens=8192)) == (2, 2, 128 * 2 * 2, False)
+    assert heads(replace(few, tokens=16384)) == (4, 1, 256 * 2, False)
+    assert heads(replace(few, tokens=65536)) == (4, 1, 1024 * 2, False)
+    long = replace(few, tokens=65536)
+    assert [heads(replace(long, value_heads=2 * group))[:2] for group in (2, 3, 5, 6, 7, 8)] == [
+        (2, 1), (3, 1), (3, 2), (3, 2), (4, 2), (4, 2),
+    ]  # fmt: skip
+    # One head at a time: workgroups take one item after the other, four of them on a multiprocessor, or two.
+    assert heads(replace(long, value_heads=2)) == (1, 1, 4 * 132, True)
+    assert heads(replace(long, value_heads=2, loads="strided")) == (1, 1, 2 * 132, True)
+    assert heads(replace(long, op="delta_rule", value_heads=2, saves=True)) == (1, 1, 2 * 132, True)
+    assert heads(replace(long, op="kda")) == (1, 4, 1024 * 8, False)
+    assert split(long, "gfx942", 304).deal.heads == 1
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule", "delta_rule"])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_four_workgroups_of_prepare_fit_on_a_multiprocessor(op: str, dim: int) -> None:
+    limits = render(KernelSpec(op, "prepare", "bf16", dim, dim, "sm_90a")).limits
+    for at_once, apart in ((1, True), (2, False), (3, False), (4, False)):
+        assert 4 * (limits.shared_for(at_once, apart) + 1024) <= 233472
+        assert limits.shared_for(at_once, apart) <= limits.shared_bytes
+    # Without tiles of q and k in the way: two heads and both tiles.
+    saving = render(KernelSpec("delta_rule", "prepare", "bf16", dim, dim, "sm_90a", saves=True)).limits
+    assert 2 * (saving.shared_for(2, True) + 1024) <= 233472

@@ -193,7 +193,7 @@ def test_channel_gates_prepare_per_value_head(recorder: Recorder) -> None:
 
 def test_heads_of_a_large_group_go_to_several_blocks(recorder: Recorder) -> None:
     launched(recorder, problem(HV=12))
-    # Chunks of both batch rows, heads, and six value heads: all run at once one by one, and on fewer processors in threes.
+    # Chunks of both batch rows, heads, and six value heads: all run at once one by one, on fewer processors in threes.
     assert blocks(recorder)[0] == 2 * 2 * 2 * 6
     recorder.processors = 2
     plan.layouts.clear()
